@@ -1,0 +1,295 @@
+"""`LLM`: the offline entry point. The engine runs in the caller's process and thread."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any, Self, TypeVar
+
+from tqdm import tqdm
+
+from headrace.chat.template import Message, render_chat
+from headrace.chat.tokenizer import Tokenizer
+from headrace.config import EngineConfig
+from headrace.engine.client import Stream
+from headrace.engine.errors import BadRequestError, EngineDeadError
+from headrace.engine.frontend import Prepared, Prompt, Session
+from headrace.engine.local import LocalEngine, make_config
+from headrace.engine.outputs import RequestOutput
+from headrace.sampling.params import SamplingParams
+from headrace.sched.request import Publish
+from headrace.worker.worker import EngineInfo
+
+T = TypeVar("T")
+
+
+class LLM:
+    """Generates from prompts, many at once.
+
+    Args:
+        model: a directory, a .gguf file, a Hugging Face repo id, or smollm2.
+        settings: fields of `EngineConfig`: dtype, max_model_len, max_num_seqs, seed, ...
+
+    Raises:
+        HeadraceError: the model cannot be found, loaded or fitted into memory, or a setting cannot
+            work.
+    """
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        self._engine: LocalEngine | None = None
+        self._report: dict[str, Any] = {}
+        self._touched: list[Stream] = []
+        self._dead: BaseException | None = None
+        self._engine = LocalEngine(make_config(model, settings), self._receive)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Completes every prompt.
+
+        Args:
+            prompts: one prompt or several: text, token ids, {"prompt": text} or
+                {"prompt_token_ids": ids}.
+            sampling_params: for all, or one for each.
+            use_tqdm: show a progress bar.
+            priority: one for each prompt, lower first; needs scheduling_policy="priority".
+
+        Returns:
+            One output for each prompt, in their order.
+
+        Raises:
+            BadRequestError: a prompt or parameter that cannot be served; nothing was generated
+                then.
+            EngineDeadError: the engine broke, now or before.
+        """
+        engine = self._alive()
+        batch = _as_list(prompts)
+        params = _one_each("sampling_params", sampling_params or SamplingParams(), len(batch))
+        priorities = _one_each("priority", 0 if priority is None else priority, len(batch))
+        prepared = [
+            engine.frontend.prepare(prompt, param, priority=p)
+            for prompt, param, p in zip(batch, params, priorities, strict=True)
+        ]
+        return self._run(engine, prepared, use_tqdm)
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Completes one prompt; yields deltas as they come. Leaving the iteration early aborts the
+        request.
+        """
+        engine = self._alive()
+        prepared = engine.frontend.prepare(prompt, sampling_params or SamplingParams())
+        session = engine.send(prepared, watched=True)
+        for news in self._news(engine, [session]):
+            piece = news.update(engine.router)
+            if piece.text or piece.token_ids or news.done:
+                yield news.output(piece)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or several, rendered by the model's chat template; else as
+        `generate`.
+        """
+        conversations: Any = messages
+        if messages and isinstance(messages[0], Mapping):
+            conversations = [messages]
+        prompts = [
+            self.render(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template=chat_template,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Prompt:
+        """A conversation as a prompt: its text by the chat template, and its tokens. Options as
+        `chat` has them.
+        """
+        tokenizer = self.get_tokenizer()
+        text = render_chat(tokenizer, messages, **options, **(chat_template_kwargs or {}))
+        # The template writes the special tokens itself.
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return {"prompt": text, "prompt_token_ids": ids}
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. BadRequestError if the engine was made without one."""
+        tokenizer = self._alive().tokenizer
+        if tokenizer is None:
+            raise BadRequestError("this engine has no tokenizer: leave skip_tokenizer_init out")
+        return tokenizer
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settings the engine was made with."""
+        return self._alive().config
+
+    @property
+    def info(self) -> EngineInfo:
+        """Sizes of the model and of the engine's memory."""
+        return self._alive().info
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes."""
+        self._alive().core.scheduler.cache.reset_prefix_cache()
+
+    def shutdown(self) -> dict[str, Any]:
+        """Gives all memory back; idempotent. What still holds the model, if anything does, is in
+        the report.
+        """
+        if self._engine is not None:
+            self._report = self._engine.shutdown()
+            self._engine = None
+        return self._report
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    def __del__(self) -> None:
+        if getattr(self, "_engine", None) is not None:
+            self.shutdown()
+
+    def _run(
+        self, engine: LocalEngine, prepared: Sequence[Prepared], show: bool
+    ) -> list[RequestOutput]:
+        sessions = [engine.send(request, watched=False) for request in prepared]
+        with _bar(len(sessions), show) as bar:
+            for session in self._news(engine, sessions):
+                if session.gather(engine.router):
+                    bar.update()
+        return [session.output(session.whole) for session in sessions]
+
+    def _news(self, engine: LocalEngine, sessions: Sequence[Session]) -> Iterator[Session]:
+        """Steps the engine until all sessions are done; yields each that has news, which the caller
+        takes in.
+        """
+        open_ones = {session.stream: session for session in sessions}
+        try:
+            with deferred_interrupt() as interrupted:
+                while open_ones:
+                    self._step(engine)
+                    touched, self._touched = self._touched, []
+                    for stream in touched:
+                        session = open_ones.get(stream)
+                        if session is None:
+                            continue
+                        yield session
+                        if session.done:
+                            del open_ones[stream]
+                            engine.close(session, abort=session.own_end)
+                    if interrupted.is_set():
+                        raise KeyboardInterrupt
+        finally:
+            self._abandon(engine, list(open_ones.values()))
+
+    def _step(self, engine: LocalEngine) -> None:
+        try:
+            engine.core.step()
+        except Exception as error:
+            self._dead = error
+            raise EngineDeadError(f"the engine broke: {error or type(error).__name__}") from error
+
+    def _abandon(self, engine: LocalEngine, sessions: Sequence[Session]) -> None:
+        """Leaves nothing of an interrupted call in the engine."""
+        for session in sessions:
+            engine.close(session, abort=True)
+        # What ended by a stop string a moment ago is off its row after this, too.
+        while self._dead is None and engine.core.step():
+            pass
+        self._touched.clear()
+
+    def _receive(self, news: Publish) -> None:
+        if self._engine is not None:
+            self._touched += self._engine.router.receive(news)
+
+    def _alive(self) -> LocalEngine:
+        if self._engine is None:
+            raise EngineDeadError("the engine was shut down: make a new LLM")
+        if self._dead is not None:
+            raise EngineDeadError("the engine broke before: make a new LLM") from self._dead
+        return self._engine
+
+
+@contextmanager
+def deferred_interrupt() -> Iterator[threading.Event]:
+    """Turns Ctrl-C into an event for as long as the block runs, so that a step is never torn in the
+    middle.
+
+    A second Ctrl-C interrupts at once. Outside the main thread signals do not arrive, and nothing
+    changes.
+    """
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+    previous = signal.getsignal(signal.SIGINT)
+    if previous is not signal.default_int_handler:
+        yield event  # the program handles it itself
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        event.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _bar(total: int, show: bool) -> Any:
+    return tqdm(total=total, disable=not show, desc="Prompts", unit="prompt", dynamic_ncols=True)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, or several, as a list. A list of integers is one prompt."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    items: list[Any] = list(prompts)
+    if items and isinstance(items[0], int):
+        return [items]
+    return items
+
+
+def _one_each(name: str, value: T | Sequence[T], count: int) -> Sequence[T]:
+    if not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise BadRequestError(f"{name} has {len(value)} entries for {count} prompts", name)
+    return value

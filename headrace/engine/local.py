@@ -1,0 +1,108 @@
+"""An engine in this process: executor, core, front end. What `LLM` and `AsyncLLM` are made of."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from headrace.chat.tokenizer import Tokenizer, load_tokenizer
+from headrace.config import EngineConfig
+from headrace.dist.executor import UniExecutor
+from headrace.engine.client import Router
+from headrace.engine.core import EngineCore
+from headrace.engine.errors import ConfigError
+from headrace.engine.frontend import Frontend, Prepared, Session
+from headrace.loader.hub import locate
+from headrace.memory.leaks import holders
+from headrace.sched.request import Publish
+
+log = logging.getLogger(__name__)
+
+
+def make_config(model: str, settings: dict[str, Any]) -> EngineConfig:
+    """The configuration for keyword arguments. ConfigError names those that do not exist."""
+    known = {field.name for field in fields(EngineConfig)}
+    unknown = sorted(settings.keys() - known)
+    if unknown:
+        raise ConfigError(
+            f"unknown setting {', '.join(unknown)}; known are {', '.join(sorted(known))}"
+        )
+    return EngineConfig(model=str(model), **settings)
+
+
+class LocalEngine:
+    """Loads a model and holds all that serves it.
+
+    Args:
+        config: the settings.
+        publish: gets each step's news, in the thread that runs the loop.
+
+    Raises:
+        HeadraceError: the model cannot be found, loaded or fitted into memory.
+    """
+
+    def __init__(self, config: EngineConfig, publish: Callable[[Publish], None]) -> None:
+        start = time.perf_counter()
+        self.config = config
+        files = locate(config.model)
+        self.tokenizer: Tokenizer | None = None
+        if not config.skip_tokenizer_init:
+            self.tokenizer = load_tokenizer(config.tokenizer or files)
+        self.executor = UniExecutor(config, files)
+        self.info = self.executor.info
+        try:
+            self.core = EngineCore(config, self.executor, publish)
+        except BaseException:
+            self.executor.shutdown()
+            raise
+        self.frontend = Frontend(config, self.info, self.tokenizer)
+        self.router = Router(config.max_num_seqs)
+        self._report: dict[str, Any] | None = None
+        seconds = time.perf_counter() - start
+        log.info(
+            "%s ready in %.1f s, %s\n%s", files.name, seconds, self.info.dtype, self.info.memory
+        )
+
+    def send(self, prepared: Prepared, watched: bool) -> Session:
+        """Sends a request to the core."""
+        # A stop string must be seen as soon as it is there.
+        stream = self.router.open(prepared.new, watched or bool(prepared.params.stop))
+        self.core.send(prepared.new)
+        return Session(prepared, stream, self.tokenizer)
+
+    def close(self, session: Session, abort: bool) -> None:
+        """Forgets a session; `abort` if the core still works on it."""
+        if abort:
+            self.core.send(session.stream.new.handle)
+        self.router.close(session.stream)
+
+    def shutdown(self) -> dict[str, Any]:
+        """Gives everything back; idempotent. The loop must not be running.
+
+        Returns:
+            released_bytes by memory tag, still_held: who keeps the model alive, seconds.
+        """
+        if self._report is not None:
+            return self._report
+        start = time.perf_counter()
+        self._report = {}
+        worker = self.executor.worker
+        released = self.executor.shutdown()
+        del self.core
+        model = worker.model_ref() if worker is not None else None
+        held = []
+        if model is not None and self.config.leak_report:
+            gc.collect()
+            held = holders(model)
+        seconds = time.perf_counter() - start
+        self._report = {"released_bytes": released, "still_held": held, "seconds": seconds}
+        gib = sum(released.values()) / 2**30
+        if held:
+            log.warning("released %.2f GiB, the model is still held by %s", gib, "; ".join(held))
+        else:
+            log.info("released %.2f GiB", gib)
+        return self._report

@@ -1,0 +1,72 @@
+"""Who goes first, and how much room running rows are left: the scheduler's two judgements."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Generator
+
+import numpy as np
+
+from headrace.sched.plan import Ints
+from headrace.sched.request import Request, State
+
+
+class WaitingQueue:
+    """Requests without a row, in the order of their `order` key.
+
+    Entries that ended meanwhile are skipped.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[int, int], Request]] = []
+        self._count = 0
+
+    def push(self, request: Request) -> None:
+        """Adds a request in state WAITING."""
+        heapq.heappush(self._heap, (request.order, request))
+        self._count += 1
+
+    def drop(self) -> None:
+        """Says that a request in the queue has ended."""
+        self._count -= 1
+
+    def drain(self) -> Generator[Request]:
+        """Takes requests out in order. What is not admitted must be pushed again."""
+        while self._heap:
+            _, request = heapq.heappop(self._heap)
+            if request.state is State.WAITING:
+                self._count -= 1
+                yield request
+
+    def __len__(self) -> int:
+        return self._count
+
+
+class HeadRoom:
+    """How many tokens to keep free for what running rows will still generate.
+
+    A row may still want `limit - known` tokens, but most end sooner. `share` estimates the part
+    that is really used: it starts at 1 (nobody can be preempted), follows the requests that finish,
+    and rises when a guess was too low.
+    """
+
+    SMOOTHING = 0.05
+    PREEMPTION_STEP = 0.1
+
+    def __init__(self) -> None:
+        self.share = 1.0
+
+    def finished(self, generated: int, allowed: int) -> None:
+        """A request ended by itself after `generated` of `allowed` output tokens."""
+        self.share += self.SMOOTHING * (generated / max(allowed, 1) - self.share)
+
+    def preempted(self) -> None:
+        """The estimate was too low."""
+        self.share = min(1.0, self.share + self.PREEMPTION_STEP)
+
+    def pages(self, remaining: Ints, slack: Ints, page_tokens: int) -> int:
+        """Pages to keep free for rows that may want `remaining` tokens more and have `slack` tokens
+        of page left.
+        """
+        wanted = np.ceil(remaining * self.share).astype(np.int64) - slack
+        return int(np.maximum(-(-wanted // page_tokens), 0).sum())

@@ -1,0 +1,3 @@
+"""One rank: the device's state by row, a step's inputs, and the runner that turns a plan into a
+result.
+"""

@@ -1,0 +1,91 @@
+"""Turns plans into results: apply diffs, gather inputs, forward, sample, book. Knows no sizes and
+loads nothing.
+
+One stream, no synchronisation between `forward` and `results.take`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.models.base import Decoder
+from headrace.sampling.sampler import Sampler
+from headrace.sched.plan import StepPlan
+from headrace.worker.inputs import GroupInputs, build_inputs
+from headrace.worker.results import Results
+from headrace.worker.rows import Rows
+from headrace.worker.staging import Staged, Staging
+
+
+@dataclass(slots=True)
+class Forwarded:
+    """A plan between its forward pass and its sampling.
+
+    hidden_SC: `[S, hidden]` of the tokens to sample from.
+    """
+
+    staged: Staged
+    hidden_SC: Tensor
+
+
+class ModelRunner:
+    """Runs one rank's steps in the order in which they are submitted."""
+
+    def __init__(
+        self, model: Decoder, rows: Rows, groups: Sequence[GroupInputs], device: torch.device
+    ) -> None:
+        self.model, self.rows, self.groups = model, rows, groups
+        self.results = Results()
+        self._sampler = Sampler()
+        self._staging = Staging(device)
+        self._random = np.zeros(
+            len(rows.len), np.bool_
+        )  # rows that draw at random, as the host knows
+        self._forwarded: Forwarded | None = None
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> None:
+        """Applies the plan's diffs and computes its tokens."""
+        staged = self._staging.upload(plan)
+        self.rows.apply(staged)
+        step = build_inputs(staged, self.rows, self.groups)
+        for group in self.groups:
+            group.backend.plan(step, group)
+        hidden_NC = self.model(step)
+        self._forwarded = Forwarded(staged, hidden_NC[step.sample_S])
+
+    @torch.inference_mode()
+    def sample(self, plan: StepPlan) -> None:
+        """Samples from the plan just forwarded, books the step and sends the result."""
+        forwarded, self._forwarded = self._forwarded, None
+        if forwarded is None or forwarded.staged.plan.epoch != plan.epoch:
+            raise RuntimeError(f"plan {plan.epoch} was not forwarded just before")
+        staged = forwarded.staged
+        sampled_S = self._draw(staged, forwarded.hidden_SC)
+        self.results.put(plan.epoch, *self.rows.advance(staged, sampled_S))
+
+    def _draw(self, staged: Staged, hidden_SC: Tensor) -> Tensor:
+        if not len(hidden_SC):
+            return torch.empty(0, dtype=torch.int64, device=hidden_SC.device)
+        rows_S = staged["rows"][staged.samples.long()].long()
+        q_len_S = staged["q_len"][staged.samples.long()]
+        # The token sampled will stand at the index after the tokens computed.
+        position_S = (self.rows.len[rows_S] + q_len_S).long()
+        temperature_S = self.rows.temperature[rows_S]
+        return self._sampler.sample(
+            self.model.logits(hidden_SC),
+            temperature_S,
+            self.rows.seed[rows_S],
+            position_S,
+            any_random=self._any_random(staged),
+        )
+
+    def _any_random(self, staged: Staged) -> bool:
+        plan = staged.plan
+        self._random[plan.admit_row] = plan.admit_temp != 0
+        return bool(self._random[plan.rows].any())

@@ -1,0 +1,207 @@
+"""Builds one rank: model, weights, state by row, KV cache, runner; and takes it all down again."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from headrace.attn.base import Capacity
+from headrace.attn.cpu import CpuAttention
+from headrace.cache.bounded import EphemeralState
+from headrace.cache.spec import NULL_PAGE, KVGroup, Sectors, cut_sectors, group_specs
+from headrace.config import EngineConfig
+from headrace.engine.errors import ConfigError, OutOfMemoryError
+from headrace.layers.attention import attention_layers, bind_groups
+from headrace.loader.hub import ModelFiles
+from headrace.loader.loader import load, open_source
+from headrace.memory.arena import Arena, TorchBackend
+from headrace.memory.ledger import memory_table
+from headrace.models.base import Decoder, config_dtype
+from headrace.models.registry import build
+from headrace.worker.inputs import GroupInputs
+from headrace.worker.kv import map_kv
+from headrace.worker.rows import Rows
+from headrace.worker.runner import ModelRunner
+
+log = logging.getLogger(__name__)
+
+CPU_CACHE_BYTES = 4 << 30
+"""The KV cache's default size on a CPU, memory and need permitting."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the rest of the engine must know of the model and its memory.
+
+    groups, cut, sectors: the KV groups, how the slab is cut, and into how many sectors, the null
+        one included.
+    vocab_logits, vocab_embed: rows of the head and of the embedding. eos_ids: from the model's
+    files.
+    """
+
+    groups: tuple[KVGroup, ...]
+    cut: Sectors
+    sectors: int
+    max_model_len: int
+    vocab_logits: int
+    vocab_embed: int
+    eos_ids: tuple[int, ...]
+    dtype: str
+    memory: str
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens the KV cache holds, if one sequence took it all."""
+        return tokens_of(self.groups, self.cut, self.sectors)
+
+
+def tokens_of(groups: tuple[KVGroup, ...], cut: Sectors, sectors: int) -> int:
+    """Tokens that fit in `sectors` sectors without the null one; windows are not made use of."""
+    page_tokens = groups[0].spec.page_tokens
+    per_page = sum(
+        1 / pages for pages in cut.pages
+    )  # sectors that one page index takes over all groups
+    return int((sectors - 1) / per_page) * page_tokens
+
+
+class Worker:
+    """One rank and everything it holds.
+
+    Raises:
+        HeadraceError: no such device, files that cannot be loaded, or not enough memory.
+    """
+
+    def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
+        self.device = torch.device("cpu")
+        hf_config, source = open_source(files, config.load_format, config.seed)
+        self.dtype = _dtype(config, hf_config, files)
+        self.arena = Arena(TorchBackend(self.device))
+        try:
+            self.model = build(hf_config, self.dtype)
+            load(self.model, source, self.arena, self.device, self.dtype)
+            self.info = self._init_cache(config, hf_config)
+        except BaseException:
+            self.arena.close()
+            raise
+
+    def shutdown(self) -> dict[str, int]:
+        """Drops all state; returns bytes released by tag. `self.model_ref` then tells whether the
+        model is gone.
+        """
+        books = self.arena.snapshot().tags
+        released = {tag: entry.mapped for tag, entry in books.items()}
+        EphemeralState.clear("shutdown", owners=[*self.model.modules()])
+        self.model_ref = weakref.ref(self.model)
+        del self.runner, self.model
+        self.arena.close()
+        gc.collect()
+        return released
+
+    def _init_cache(self, config: EngineConfig, hf_config: dict[str, Any]) -> EngineInfo:
+        """Maps the KV cache and the state by row: last, when the weights' size is known."""
+        model = self.model
+        groups = group_specs(model.kv_specs())
+        bind_groups(model, groups)
+        cut = cut_sectors(groups)
+        sectors = self._count_sectors(config, groups, cut)
+        max_len = _max_len(config, model, tokens_of(groups, cut, sectors))
+        kv = map_kv(self.arena, groups, cut, sectors)
+        for view in kv:
+            view[
+                NULL_PAGE
+            ].zero_()  # padding may read it, and memory that was never written may hold NaN
+        pages = [group.pages(max_len) for group in groups]
+        rows = Rows(self.arena, config.max_num_seqs, max_len, pages)
+        layers = attention_layers(model)
+        inputs = []
+        for index, group in enumerate(groups):
+            backend = CpuAttention(group, layers[group.layers[0]].heads)
+            capacity = Capacity(config.max_num_seqs, config.max_num_batched_tokens, pages[index])
+            inputs.append(
+                GroupInputs(
+                    kv[index],
+                    rows.tables[index],
+                    torch.empty(0),
+                    backend,
+                    backend.buffers(capacity),
+                )
+            )
+        self.runner = ModelRunner(model, rows, inputs, self.device)
+        eos = hf_config.get("eos_token_id")
+        eos_ids = tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,))
+        return EngineInfo(
+            groups=groups,
+            cut=cut,
+            sectors=sectors,
+            max_model_len=max_len,
+            vocab_logits=model.spec.vocab,
+            vocab_embed=model.spec.vocab,
+            eos_ids=tuple(i for i in eos_ids if 0 <= i < model.spec.vocab),
+            dtype=str(self.dtype).removeprefix("torch."),
+            memory=memory_table(self.arena.snapshot(), tokens_of(groups, cut, sectors)),
+        )
+
+    def _count_sectors(
+        self, config: EngineConfig, groups: tuple[KVGroup, ...], cut: Sectors
+    ) -> int:
+        """How many sectors the settings and the machine give, the null one included."""
+        if config.num_gpu_blocks_override is not None:
+            return config.num_gpu_blocks_override + 1
+        budget = config.kv_cache_memory_bytes
+        if budget is None:
+            free = available_memory()
+            budget = min(CPU_CACHE_BYTES, int(free * config.gpu_memory_utilization))
+            # More than all rows can fill is of use only to the prefix cache.
+            longest = config.max_model_len or self.model.spec.rope.max_positions
+            page = max(group.pages(longest) for group in groups) * sum(g.page_bytes for g in groups)
+            budget = min(budget, config.max_num_seqs * page + cut.nbytes)
+        if budget < 2 * cut.nbytes:
+            raise OutOfMemoryError(
+                f"the KV cache has {budget >> 20} MiB, too little for one page of {cut.nbytes} B: "
+                "free memory or raise kv_cache_memory_bytes"
+            )
+        return budget // cut.nbytes
+
+
+def available_memory() -> int:
+    """Bytes of host memory that can be had without swapping."""
+    try:
+        with open("/proc/meminfo") as lines:
+            fields = dict(line.split(":", 1) for line in lines)
+        return int(fields["MemAvailable"].split()[0]) << 10
+    except (OSError, KeyError):
+        # Not Linux: half of what is built in is a cautious guess.
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _dtype(config: EngineConfig, hf_config: dict[str, Any], files: ModelFiles) -> torch.dtype:
+    """The dtype to compute in; `auto` takes the checkpoint's, and bfloat16 for packed ones."""
+    name: str = config.dtype
+    if name == "auto":
+        name = "bfloat16" if files.kind == "gguf" else config_dtype(hf_config)
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"dtype {name} is not known")
+    return dtype
+
+
+def _max_len(config: EngineConfig, model: Decoder, fits: int) -> int:
+    """The longest sequence: as asked, or as much of the model's own limit as the KV cache holds."""
+    limit = model.spec.rope.max_positions
+    if config.max_model_len is None:
+        if fits < limit:
+            log.warning(
+                "max_model_len is %d, not the model's %d: the KV cache holds no more", fits, limit
+            )
+        return min(limit, fits)
+    if config.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} is above the model's limit of {limit} positions"
+        )
+    return config.max_model_len
