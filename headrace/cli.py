@@ -3,8 +3,6 @@
 Every engine setting is a flag, made from `EngineConfig`; heavy imports wait until a command runs.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import logging
@@ -47,7 +45,7 @@ def engine_command(command: Callable[..., None]) -> Callable[..., None]:
     The command's own first parameter gets the loaded `LLM`; it is shut down afterwards.
     """
     hints = get_type_hints(EngineConfig)
-    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    own = list(inspect.signature(command).parameters.values())[1:]
     settings = [f for f in fields(EngineConfig) if f.name != "model"]
     model = Annotated[str, typer.Argument(metavar="MODEL", help=_help_of("model"))]
     parameters = [
@@ -90,11 +88,10 @@ def _help_of(name: str) -> str:
 @app.command()
 @engine_command
 def generate(
-    llm: LLM,
+    llm: "LLM",
     prompt: Annotated[str, typer.Argument(help="What to answer, or with --raw to complete.")],
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.0,
-    seed: Annotated[int | None, typer.Option("--sampling-seed", help="Seed of the draws.")] = None,
     system: System = "",
     raw: Annotated[
         bool, typer.Option(help="Complete the text as it is, without a chat template.")
@@ -102,10 +99,10 @@ def generate(
 ) -> None:
     """Streams the answer to one prompt, then says how fast it was."""
     template = None if raw else llm.get_tokenizer().chat_template
-    full: Prompt = prompt
+    full: "Prompt" = prompt
     if template is not None:
         full = llm.render([*_system(system), {"role": "user", "content": prompt}])
-    _, summary = _stream(llm, full, _params(max_tokens, temperature, seed))
+    _, summary = _stream(llm, full, _params(max_tokens, temperature))
     _say(f"\n{summary}")
     name = llm.config.model
     _say(f'Next: headrace chat {name}   headrace bench throughput {name}   make demo PROMPT="..."')
@@ -114,10 +111,9 @@ def generate(
 @app.command()
 @engine_command
 def chat(
-    llm: LLM,
+    llm: "LLM",
     max_tokens: MaxTokens = 0,
     temperature: Temperature = 0.7,
-    seed: Annotated[int | None, typer.Option("--sampling-seed", help="Seed of the draws.")] = None,
     system: System = "",
 ) -> None:
     """Talks with a model. /reset forgets, /quit or Ctrl-D leaves, Ctrl-C stops an answer."""
@@ -136,11 +132,11 @@ def chat(
         if line == "/reset":
             history = _system(system)
         elif line:
-            history = _turn(llm, history, line, _params(max_tokens, temperature, seed))
+            history = _turn(llm, history, line, _params(max_tokens, temperature))
 
 
 def _turn(
-    llm: LLM, history: list[dict[str, Any]], line: str, params: SamplingParams
+    llm: "LLM", history: list[dict[str, Any]], line: str, params: "SamplingParams"
 ) -> list[dict[str, Any]]:
     """One question and its answer; the history with both, or as it was if the answer cannot be
     given.
@@ -158,7 +154,7 @@ def _turn(
 @bench_app.command("throughput")
 @engine_command
 def bench_throughput(
-    llm: LLM,
+    llm: "LLM",
     num_prompts: Annotated[int, typer.Option(help="Requests.")] = 64,
     input_len: Annotated[int, typer.Option(help="Tokens a prompt.")] = 128,
     output_len: Annotated[int, typer.Option(help="Tokens a completion.")] = 128,
@@ -174,7 +170,7 @@ def bench_throughput(
 @bench_app.command("latency")
 @engine_command
 def bench_latency(
-    llm: LLM,
+    llm: "LLM",
     batch_size: Annotated[int, typer.Option(help="Requests a batch.")] = 1,
     input_len: Annotated[int, typer.Option(help="Tokens a prompt.")] = 32,
     output_len: Annotated[int, typer.Option(help="Tokens a completion.")] = 128,
@@ -207,7 +203,7 @@ def main() -> None:
         _fail(str(error))
 
 
-def _stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> tuple[str, str]:
+def _stream(llm: "LLM", prompt: "Prompt", params: "SamplingParams") -> tuple[str, str]:
     """Prints an answer as it comes; its text, and a line on its speed. Ctrl-C ends the answer, not
     the program.
     """
@@ -234,13 +230,13 @@ def _stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> tuple[str, str]
     return "".join(text), summary
 
 
-def _params(max_tokens: int, temperature: float, seed: int | None) -> SamplingParams:
+def _params(max_tokens: int, temperature: float) -> "SamplingParams":
     from headrace.sampling.params import SamplingParams
 
-    return SamplingParams(temperature=temperature, max_tokens=max_tokens or None, seed=seed)
+    return SamplingParams(temperature=temperature, max_tokens=max_tokens or None)
 
 
-def _fixed(output_len: int, temperature: float) -> SamplingParams:
+def _fixed(output_len: int, temperature: float) -> "SamplingParams":
     from headrace.sampling.params import SamplingParams
 
     return SamplingParams(temperature=temperature, max_tokens=output_len, ignore_eos=True)
@@ -250,7 +246,7 @@ def _system(text: str) -> list[dict[str, Any]]:
     return [{"role": "system", "content": text}] if text else []
 
 
-def _print_json(llm: LLM, result: dict[str, Any]) -> None:
+def _print_json(llm: "LLM", result: dict[str, Any]) -> None:
     about = {"model": llm.config.model, "dtype": llm.info.dtype, "version": __version__}
     print(json.dumps(about | result, indent=2))
 

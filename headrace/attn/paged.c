@@ -1,9 +1,9 @@
 /* Attention over paged KV for rows with few queries, and the write of new K and V into their slots.
- * A work item is one row's key range, with all its heads: a page holds the heads of a token side by side, so
- * memory is read in order and once. Sixteen keys at a time: scores (a tree of shuffles sums sixteen products at
- * once), online softmax, values. Accumulation in float32. Rows cut in several items are merged at the end.
- * Vectors are GCC's and Clang's extension: the compiler lowers them to what the CPU has. No -ffast-math: it
- * switches denormals off for the whole process, and NaN must stay NaN. */
+ * A work item is a row's key range with all heads: a page holds the heads of a token side by side,
+ * so memory is read in order and once. Sixteen keys at a time: scores (a tree of shuffles sums 16
+ * products at once), online softmax, values, in float32. A row cut in several items is merged last.
+ * Vectors are GCC's and Clang's extension, lowered to what the CPU has. No -ffast-math: it switches
+ * denormals off for the whole process, and NaN must stay NaN. */
 #include <stdint.h>
 #include <string.h>
 #ifdef _OPENMP
@@ -17,7 +17,6 @@
 #define LANES 16 /* keys a block, elements a vector */
 #define MAXQ 4   /* query vectors that share one read of a key in registers */
 #define LOW -1e30f
-
 typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
 typedef uint32_t vu __attribute__((vector_size(64)));
@@ -29,7 +28,7 @@ typedef uint16_t vh __attribute__((vector_size(32)));
 #define SHUF(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
 #endif
 
-/* An item is a row's keys begin .. end; part: where its partial result stays, -1: it is the whole row. */
+/* An item: keys begin .. end of a row; part: where its result stays, -1: it is the whole row. */
 typedef struct { int64_t row, q0, q_len, seq_len; } Row;
 typedef struct { int64_t index, begin, end, part; } Item;
 typedef struct { int64_t index, part, parts; } Merge;
@@ -70,10 +69,9 @@ INLINE void prefetch(const void *base, int64_t i, int bf16) {
 
 INLINE void store(void *base, int64_t i, vf v, int bf16) {
     if (!bf16) { storef((float *)base + i, v); return; }
-    vu u = (vu)v;
-    vu rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-    vi nan = v != v;
-    vh h = __builtin_convertvector((vu)(((vi)rounded & ~nan) | ((vi)((u >> 16) | 0x40) & nan)), vh);
+    vu u = (vu)v, rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    vi nan = v != v, quiet = (vi)(u >> 16) | 0x40;
+    vh h = __builtin_convertvector(((vi)rounded & ~nan) | (quiet & nan), vh);
     memcpy((uint16_t *)base + i, &h, sizeof h);
 }
 
@@ -82,7 +80,7 @@ INLINE vf vexp(vf x) {
     x = choose(x < -87.0f, splat(-87.0f), x);
     vf n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
     vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    const float c[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
+    const float c[] = {1.39819995e-3f, 8.33345191e-3f, 4.16657959e-2f, 1.66666655e-1f, 0.5f};
     vf p = splat(1.9875691500e-4f);
     for (int i = 0; i < 5; i++) p = p * r + c[i];
     p = p * r * r + r + 1.0f;
@@ -113,35 +111,31 @@ INLINE float maximum(vf v) {
 }
 
 INLINE float total(vf v) {
-    float sum = 0;
-    for (int i = 0; i < LANES; i++) sum += v[i];
-    return sum;
+    for (int i = 1; i < LANES; i++) v[0] += v[i];
+    return v[0];
 }
 
 INLINE int64_t clamp(int64_t x, int64_t most) { return x < 0 ? 0 : x < most ? x : most; }
-
-/* A query vector's state, 2 D + 32 floats: scaled query, accumulated values, sums of weights by lane, maximum. */
+/* Floats of a query vector's state: scaled query, values, sums of weights by lane, maximum. */
 INLINE int64_t width(int64_t d) { return 2 * d + 2 * LANES; }
 
-/* State i of a row belongs to token i % (q_len * group) / group and head i / (q_len * group) * group + i % group. */
-INLINE void init_state(const Step *s, const Row *row, Heads q, float scale, float *state, int bf16) {
+/* A row's states: by KV head, then by token, then by query head of that KV head. */
+INLINE void start(const Step *s, const Row *row, Heads q, float scale, float *state, int bf16) {
     const int64_t d = s->head_dim, group = s->heads / s->kv_heads, per_head = row->q_len * group;
     for (int64_t i = 0; i < s->heads * row->q_len; i++, state += width(d)) {
         int64_t token = row->q0 + i % per_head / group, head = i / per_head * group + i % group;
-        for (int64_t c = 0; c < d; c += LANES) {
-            storef(state + c, load(q.data, token * q.token_stride + head * q.head_stride + c, bf16) * scale);
-            storef(state + d + c, splat(0));
-        }
-        storef(state + 2 * d, splat(0));
+        int64_t from = token * q.token_stride + head * q.head_stride;
+        for (int64_t c = 0; c < d; c += LANES)
+            storef(state + c, load(q.data, from + c, bf16) * scale);
+        for (int64_t c = d; c <= 2 * d; c += LANES) storef(state + c, splat(0));
         storef(state + 2 * d + LANES, splat(LOW));
     }
 }
 
-/* Up to MAXQ query vectors (the first is number q of its KV head) against n <= 16 keys and values of one head
- * from position pos on. ahead: distance in elements to the keys after these, fetched meanwhile: pages lie in
- * random order. */
-INLINE void block(const Step *s, float *state, int64_t d, const void *k, const void *v, int n, int64_t pos,
-                  int64_t sees, int64_t q, int64_t ahead, int nq, int bf16) {
+/* Up to MAXQ query vectors (the first is number q of its KV head) against n <= 16 keys and values
+ * from position pos on. ahead: elements to the next keys, fetched meanwhile as pages scatter. */
+INLINE void block(const Step *s, float *state, int64_t d, const void *k, const void *v, int n,
+                  int64_t pos, int64_t sees, int64_t q, int64_t ahead, int nq, int bf16) {
     const int64_t w = width(d), stride = s->token_stride;
     vf part[MAXQ][LANES]; /* part[m][t]: lanes of query m times key t */
     for (int t = 0; t < n; t++) {
@@ -160,7 +154,8 @@ INLINE void block(const Step *s, float *state, int64_t d, const void *k, const v
     for (int m = 0; m < nq; m++) {
         float *sum = state + m * w + 2 * d, *max = sum + LANES;
         vf score = sums(part[m]);
-        int64_t end = sees + (q + m) / (s->heads / s->kv_heads) - pos, begin = s->window ? end - s->window : 0;
+        int64_t end = sees + (q + m) / (s->heads / s->kv_heads) - pos;
+        int64_t begin = s->window ? end - s->window : 0;
         vi seen = (lane >= (int)clamp(begin, n)) & (lane < (int)clamp(end, n));
         score = choose(seen, score, splat(LOW));
         float top = maximum(score);
@@ -170,12 +165,12 @@ INLINE void block(const Step *s, float *state, int64_t d, const void *k, const v
         storef(sum, loadf(sum) * alpha[m] + p);
         storef(weight[m], p);
     }
-
     int64_t c = 0; /* four vectors of values at a time in registers, then what is left */
     for (; c + 4 * LANES <= d; c += 4 * LANES) {
         vf acc[MAXQ][4];
         for (int m = 0; m < nq; m++)
-            for (int i = 0; i < 4; i++) acc[m][i] = loadf(state + m * w + d + c + i * LANES) * alpha[m];
+            for (int i = 0; i < 4; i++)
+                acc[m][i] = loadf(state + m * w + d + c + i * LANES) * alpha[m];
         for (int t = 0; t < n; t++)
             for (int i = 0; i < 4; i++) {
                 if (!bf16 || i % 2 == 0) prefetch(v, t * stride + c + i * LANES + ahead, bf16);
@@ -199,12 +194,12 @@ INLINE int64_t place(const Step *s, const Row *row, int64_t pos, int64_t layer) 
     return page * s->page_stride + layer * s->layer_stride + pos % s->page_tokens * s->token_stride;
 }
 
-/* All keys of an item, page by page; then: the item to come, whose first page is fetched at the end. */
-INLINE void keys(const Step *s, const Item *item, const Item *then, float *state, int64_t layer, int bf16) {
+/* All keys of an item, page by page; then: the next item, its first page is fetched at the end. */
+INLINE void keys(const Step *s, const Item *item, const Item *then, float *state, int64_t layer,
+                 int bf16) {
     const Row *row = s->rows + item->index;
     const int64_t d = s->head_dim, group = s->heads / s->kv_heads, queries = row->q_len * group;
-    const int64_t size = bf16 ? 2 : 4;
-    int64_t at = place(s, row, item->begin, layer), next, n;
+    int64_t at = place(s, row, item->begin, layer), next, n, size = bf16 ? 2 : 4;
     for (int64_t pos = item->begin; pos < item->end; pos += n, at = next) {
         n = s->page_tokens - pos % s->page_tokens;
         if (n > LANES) n = LANES;
@@ -216,7 +211,7 @@ INLINE void keys(const Step *s, const Item *item, const Item *then, float *state
             const char *v = k + s->value_stride * size;
             for (int64_t m = 0; m < queries; m += MAXQ) {
                 float *st = state + (g * queries + m) * width(d);
-                int64_t sees = row->seq_len - row->q_len + 1; /* keys that the row's first query sees */
+                int64_t sees = row->seq_len - row->q_len + 1; /* keys the first query sees */
 #define BLOCK(D, Q) block(s, st, D, k, v, (int)n, pos, sees, m, next - at, Q, bf16)
 #define QUERIES(Q) case Q: if (d == 64) BLOCK(64, Q); else BLOCK(d, Q); break
                 switch (queries - m < MAXQ ? queries - m : MAXQ) {
@@ -227,8 +222,9 @@ INLINE void keys(const Step *s, const Item *item, const Item *then, float *state
     }
 }
 
-/* Merges the parts of a row (one part: just divides by the sum of weights) and writes its output. */
-INLINE void finish(const Step *s, const Row *row, const float *state, int64_t parts, void *out, int bf16) {
+/* Merges a row's parts (one part: divides by the sum of weights) and writes its output. */
+INLINE void finish(const Step *s, const Row *row, const float *state, int64_t parts, void *out,
+                   int bf16) {
     const int64_t d = s->head_dim, group = s->heads / s->kv_heads, per_head = row->q_len * group;
     for (int64_t i = 0; i < s->heads * row->q_len; i++, state += width(d)) {
         int64_t token = row->q0 + i % per_head / group, head = i / per_head * group + i % group;
@@ -251,15 +247,16 @@ INLINE void write_slot(const Step *s, int64_t token, Heads k, Heads v, int64_t l
     const int64_t slot = s->slots[token], size = bf16 ? 2 : 4, bytes = s->head_dim * size;
     if (slot < 0) return;
     for (int64_t g = 0; g < s->kv_heads; g++) {
-        char *to = (char *)s->kv + size * (slot / s->page_tokens * s->page_stride + layer * s->layer_stride +
-                                           slot % s->page_tokens * s->token_stride + g * s->head_stride);
+        int64_t at = slot / s->page_tokens * s->page_stride + layer * s->layer_stride;
+        at += slot % s->page_tokens * s->token_stride + g * s->head_stride;
+        char *to = (char *)s->kv + at * size;
         memcpy(to, (char *)k.data + (token * k.token_stride + g * k.head_stride) * size, bytes);
         to += s->value_stride * size;
         memcpy(to, (char *)v.data + (token * v.token_stride + g * v.head_stride) * size, bytes);
     }
 }
 
-/* Writes the new tokens that lie in the item's own key range, so that no thread waits for another's writes. */
+/* Writes the new tokens of the item's own key range: no thread waits for another's writes. */
 INLINE void write_item(const Step *s, const Item *item, Heads k, Heads v, int64_t layer, int bf16) {
     const Row *row = s->rows + item->index;
     const int64_t first = row->seq_len - row->q_len;
@@ -267,8 +264,8 @@ INLINE void write_item(const Step *s, const Item *item, Heads k, Heads v, int64_
         write_slot(s, row->q0 + pos - first, k, v, layer, bf16);
 }
 
-INLINE void in_thread(const Step *s, Heads q, Heads k, Heads v, void *out, int64_t layer, float scale,
-                      int bf16) {
+INLINE void in_thread(const Step *s, Heads q, Heads k, Heads v, void *out, int64_t layer,
+                      float scale, int bf16) {
 #pragma omp for schedule(static) nowait
     for (int64_t i = 0; i < s->n_rest; i++) write_slot(s, s->rest[i], k, v, layer, bf16);
 #pragma omp for schedule(dynamic, 1) nowait
@@ -279,7 +276,7 @@ INLINE void in_thread(const Step *s, Heads q, Heads k, Heads v, void *out, int64
             int64_t place = item->part < 0 ? omp_get_thread_num() : s->threads + item->part;
             float *state = s->states + place * s->state_size;
             write_item(s, item, k, v, layer, bf16);
-            init_state(s, row, q, scale, state, bf16);
+            start(s, row, q, scale, state, bf16);
             keys(s, item, then, state, layer, bf16);
             if (item->part < 0) finish(s, row, state, 1, out, bf16);
         }

@@ -1,1 +1,1 @@
-"""TODO-DOC chat"""
+"""Between text and tokens: tokenizers, chat templates, incremental text. Imports no torch."""

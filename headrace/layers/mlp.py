@@ -17,4 +17,5 @@ class GatedMLP(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[N, hidden]` to `[N, hidden]`."""
-        return self.down(act.silu_mul(self.up(x)))
+        out: Tensor = self.down(act.silu_mul(self.up(x)))
+        return out

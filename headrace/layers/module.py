@@ -154,7 +154,7 @@ class Param(nn.Parameter):
     def __new__(cls, spec: ParamSpec, data: Tensor | None = None) -> Param:
         if data is None:
             data = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
-        param: Param = super().__new__(cls, data, requires_grad=False)  # type: ignore[assignment]
+        param: Param = super().__new__(cls, data, requires_grad=False)
         param.spec = spec
         return param
 

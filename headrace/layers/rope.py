@@ -39,18 +39,16 @@ class RopeSpec:
     original_positions: int = 8192
     factors: tuple[float, ...] = ()
 
-    def inv_freq(self, device: torch.device) -> Tensor:
-        """Radians a position for each pair, f32 `[head_dim / 2]`."""
-        exponents = (
-            torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
-        )
+    def inv_freq(self) -> Tensor:
+        """Radians a position for each pair, f32 `[head_dim / 2]`, on the CPU."""
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
         freq = 1.0 / self.theta**exponents
         if self.kind == "linear":
             return freq / self.factor
         if self.kind == "llama3":
             return self._stretch(freq)
         if self.kind == "freq_factors":
-            return freq / torch.tensor(self.factors, dtype=torch.float32, device=device)
+            return freq / torch.tensor(self.factors, dtype=torch.float32)
         return freq
 
     def _stretch(self, freq: Tensor) -> Tensor:
@@ -72,7 +70,7 @@ class RotaryEmbedding(Layer):
         self.register_buffer("table", torch.empty(shape, device="meta"), persistent=False)
 
     def after_load(self, device: torch.device) -> None:
-        self.table = rope.make_table(self.spec.inv_freq(device), self.spec.max_positions)
+        self.table = rope.make_table(self.spec.inv_freq().to(device), self.spec.max_positions)
 
     def forward(self, x_NHD: Tensor, positions_N: Tensor) -> Tensor:
         """Rotates `[N, heads, head_dim]` to i64 `[N]` positions, all below `max_positions`."""

@@ -40,7 +40,7 @@ class DummySource:
     def _normal(self, name: str, shape: tuple[int, ...]) -> Tensor:
         # Each chunk has a generator of its own, so that threads may fill them in any order.
         flat = torch.empty(math.prod(shape))
-        chunks = flat.split(CHUNK)
+        chunks = torch.split(flat, CHUNK)
 
         def fill(i: int) -> None:
             digest = hashlib.blake2b(f"{self._seed}/{name}/{i}".encode(), digest_size=8).digest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,7 +42,9 @@ class GGUFSource:
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """`[start, stop)` of a tensor along a dimension, f32 on the CPU."""
-        tensor = torch.from_numpy(dequantize(self._tensors[name]))
+        # Tensors stored as f32 come as read-only views of the file, which torch does not take.
+        values = np.require(dequantize(self._tensors[name]), requirements="W")
+        tensor = torch.from_numpy(values)
         heads = self._heads.get(name.split(".")[-2])
         if heads is not None:
             tensor = unpermute(tensor, heads)
@@ -53,7 +56,7 @@ def unpermute(rows: Tensor, heads: int) -> Tensor:
 
     It stores each head's rotation pairs side by side (0, half, 1, half + 1, ...); we rotate halves.
     """
-    pairs = rows.unflatten(0, (heads, -1, 2))
+    pairs = rows.view(heads, -1, 2, *rows.shape[1:])
     return pairs.transpose(1, 2).reshape(rows.shape)
 
 

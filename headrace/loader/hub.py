@@ -108,8 +108,14 @@ def _demo_path() -> Path:
 
 
 def _download(repo: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
 
+    failure: Exception | None = None
+    try:
+        # The download's own look-up has no time limit: on a silent network it would hang.
+        HfApi().model_info(repo, revision=revision, timeout=HUB_TIMEOUT_S)
+    except Exception as error:  # the hub's client and its HTTP client each have their own
+        failure = error
     try:
         folder = snapshot_download(
             repo,
@@ -117,9 +123,12 @@ def _download(repo: str, revision: str | None) -> Path:
             allow_patterns=list(HUB_PATTERNS),
             ignore_patterns=list(HUB_IGNORED),
             etag_timeout=HUB_TIMEOUT_S,
+            local_files_only=failure is not None,
         )
-    except Exception as error:  # the hub's client, its HTTP client and the disk each have their own
-        raise ModelNotFoundError(_why(repo, revision, error)) from error
+    except Exception as error:
+        if failure is None and isinstance(error, OSError) and error.errno:  # disk full, no rights
+            raise ModelNotFoundError(f"{repo} cannot be stored: {error}") from error
+        raise ModelNotFoundError(_why(repo, revision, failure or error)) from error
     if not (Path(folder) / "config.json").is_file():
         raise ModelNotFoundError(
             f"{repo} has no config.json; of a GGUF repo, download one file and give its path"
@@ -133,25 +142,23 @@ def _why(repo: str, revision: str | None, error: Exception) -> str:
 
     here = "download it elsewhere and give its directory"
     absent = f"{repo} is neither a directory here nor in the cache,"
-    unreachable = isinstance(error, hub.LocalEntryNotFoundError)
-    cause = error.__cause__ if unreachable and error.__cause__ else error
-    if isinstance(cause, hub.GatedRepoError):
+    if isinstance(error, hub.GatedRepoError):
         return f"{repo} is gated: ask for access on its page, then log in with `hf auth login`"
-    if isinstance(cause, hub.RevisionNotFoundError):
+    if isinstance(error, hub.RevisionNotFoundError):
         return f"{repo} has no revision {revision!r}"
-    if isinstance(cause, hub.RepositoryNotFoundError):
+    if isinstance(error, hub.RepositoryNotFoundError):
         return (
             f"no model {repo} on the Hugging Face hub (and no such directory here); "
             "if it is private, log in with `hf auth login`"
         )
-    if isinstance(cause, hub.OfflineModeIsEnabled):
+    if isinstance(error, hub.OfflineModeIsEnabled):
         return f"{absent} and the hub is switched off (HF_HUB_OFFLINE); {here}"
-    if isinstance(cause, hub.HfHubHTTPError):
-        status = cause.response.status_code
+    if isinstance(error, hub.HfHubHTTPError):
+        status = error.response.status_code
         if status in (401, 403):
             return f"the hub refused {repo} (HTTP {status}): log in with `hf auth login`"
         return f"the hub failed on {repo} (HTTP {status}); try again, or {here}"
-    reason = " ".join(str(cause).split())[:200] or type(cause).__name__
-    if unreachable:
-        return f"{absent} and the hub cannot be reached ({reason}); {here}"
-    return f"{repo} cannot be downloaded ({reason}); {here}"
+    reason = " ".join(str(error).split())[:200] or type(error).__name__
+    if isinstance(error, ValueError):  # a name that the hub's client does not accept
+        return f"{repo} is no directory here and no repo id ({reason}); give {ACCEPTED}"
+    return f"{absent} and the hub cannot be reached ({reason}); {here}"

@@ -1,5 +1,4 @@
-"""Loads a model: lays its parameters out in the arena, streams a source's tensors in, and proves
-that all came.
+"""Loads a model: lays its parameters out in the arena, streams tensors in, proves that all came.
 
 Imports layers' parameters, the arena and the errors; of models only their type.
 """
@@ -37,8 +36,10 @@ class Source(Protocol):
     """Where tensors come from, under the names of Hugging Face checkpoints."""
 
     def catalogue(self, wanted: Mapping[str, Wanted]) -> list[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of all it holds; a name twice if it holds it twice. `wanted` is for
-        sources that make up their tensors."""
+        """Names and shapes of all it holds; a name twice if it holds it twice.
+
+        `wanted` is what the model asks for; only a source that makes tensors up looks at it.
+        """
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """`[start, stop)` of a tensor along a dimension, on the CPU, of any dtype.
@@ -160,9 +161,9 @@ def wanted_tensors(model: Decoder, table: NameTable) -> dict[str, Wanted]:
     wanted = {}
     for stem, path, part in table.stems():
         for leaf in model.get_submodule(path)._parameters:
-            if (spec := params.get(f"{path}.{leaf}")) is not None:
-                shape = spec.spec.part_shape(part)
-                wanted[f"{stem}.{leaf}"] = Wanted(f"{path}.{leaf}", part, shape, spec.spec.init)
+            if (param := params.get(f"{path}.{leaf}")) is not None:
+                shape, init = param.spec.part_shape(part), param.spec.init
+                wanted[f"{stem}.{leaf}"] = Wanted(f"{path}.{leaf}", part, shape, init)
     return wanted
 
 
@@ -175,10 +176,13 @@ def _plan(model: Decoder, source: Source, mesh: Mesh) -> list[_Piece]:
     """Assigns every tensor of the source from its name and shape alone, before anything is read."""
     table = NameTable(model.names, model.ignored, model.spec.layers)
     params, wanted, faults = _params(model), wanted_tensors(model, table), _Faults()
+    # Parameters that share another one's storage need no loading, but a checkpoint may have them.
+    tied = dict(model.named_parameters(remove_duplicate=False)).keys() - params.keys()
     pieces: dict[tuple[str, str], _Piece] = {}
     for name, shape in source.catalogue(wanted):
         if name not in wanted:
-            if not table.ignores(name) and not _is_tied(model, table, name):
+            target = table.resolve(name)
+            if not table.ignores(name) and (target is None or target[0] not in tied):
                 faults.unknown.append(name)
             continue
         want = wanted[name]
@@ -195,13 +199,6 @@ def _plan(model: Decoder, source: Source, mesh: Mesh) -> list[_Piece]:
                 faults.missing.append(names.get((param, part), f"{param} (no name leads to it)"))
     faults.raise_if_any()
     return list(pieces.values())
-
-
-def _is_tied(model: nn.Module, table: NameTable, name: str) -> bool:
-    """Whether the name means a parameter with another one's storage, which needs no loading."""
-    target = table.resolve(name)
-    everything = dict(model.named_parameters(remove_duplicate=False))
-    return target is not None and target[0] in everything.keys() - _params(model).keys()
 
 
 def _lay_out(

@@ -74,7 +74,7 @@ class NameTable:
         self._ignored = frozenset(expand({name: name for name in ignored}, layers))
 
     def resolve(self, name: str) -> tuple[str, str] | None:
-        """`(parameter path, part)` of a checkpoint's name, part "" for the whole; None if unknown."""
+        """`(parameter, part)` of a checkpoint's name, part "" for the whole; None if unknown."""
         stem, _, leaf = name.rpartition(".")
         if stem not in self._stems:
             return None

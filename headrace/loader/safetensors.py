@@ -29,7 +29,7 @@ class SafetensorsSource:
         self._catalogue: list[tuple[str, tuple[int, ...]]] = []
         for path in weight_files(directory):
             try:
-                file = safe_open(path, framework="pt")
+                file: Any = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as e:
                 raise _broken(path, e) from e
             for name in file.keys():  # noqa: SIM118 (not a dict)

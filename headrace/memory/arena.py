@@ -21,10 +21,10 @@ from torch import Tensor
 from headrace.engine.errors import OutOfMemoryError
 
 ALIGN = 256
-TAGS = ("weights", "state", "kv_cache")
 MAX_EVENTS = 256
 
 Tag = Literal["weights", "state", "kv_cache"]
+TAGS: tuple[Tag, ...] = ("weights", "state", "kv_cache")
 State = Literal["mapped", "asleep", "released"]
 Layout = Sequence[tuple[Sequence[int], torch.dtype]]
 
@@ -33,7 +33,7 @@ class Backend(Protocol):
     """Where regions get their memory. Handles are the backend's own, opaque to the arena."""
 
     keeps_address: bool
-    """Whether a region has the same address after `unmap` and `map`, so that views of it stay valid."""
+    """Whether a region has its address again after `unmap` and `map`: views of it stay valid."""
 
     def reserve(self, nbytes: int) -> Any:
         """Makes a handle for `nbytes`; takes no memory yet."""
@@ -118,7 +118,7 @@ class Arena:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._regions: dict[Tag, list[Region]] = {"weights": [], "state": [], "kv_cache": []}
+        self._regions: dict[Tag, list[Region]] = {tag: [] for tag in TAGS}
         self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
 
     @property
@@ -161,7 +161,9 @@ class Arena:
         Raises:
             OutOfMemoryError: one did not fit; those mapped before it sleep again.
         """
-        asleep = [r for tag in tags for r in self._regions[tag] if r.state == "asleep"]
+        asleep = [
+            r for tag in dict.fromkeys(tags) for r in self._regions[tag] if r.state == "asleep"
+        ]
         for i, region in enumerate(asleep):
             try:
                 self._map(region)
@@ -199,7 +201,7 @@ class Arena:
 
     def snapshot(self) -> Snapshot:
         """A read-only copy of the books."""
-        tags = {
+        tags: dict[str, TagBooks] = {
             tag: TagBooks(self.bytes(tag, "mapped"), self.bytes(tag, "asleep"), len(regions))
             for tag, regions in self._regions.items()
         }
@@ -272,9 +274,8 @@ class TorchBackend:
     def map(self, handle: _Block) -> None:
         try:
             raw = torch.empty(handle.nbytes + ALIGN - 1, dtype=torch.uint8, device=self._device)
-        except (
-            RuntimeError
-        ) as e:  # what torch's CPU allocator raises; torch.OutOfMemoryError is one too
+        except RuntimeError as e:
+            # What torch's CPU allocator raises; torch.OutOfMemoryError is one, too.
             size = handle.nbytes / 2**30
             raise OutOfMemoryError(f"{self._device} has no room for {size:.2f} GiB") from e
         start = -raw.data_ptr() % ALIGN

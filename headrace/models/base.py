@@ -1,5 +1,4 @@
-"""What dense decoders have in common: their spec, read from a Hugging Face config, and their outer
-frame.
+"""What dense decoders share: their spec, read from a Hugging Face config, and their frame.
 
 Models import layers, the KV specs and the errors; nothing of the engine, the loader or the worker.
 """
@@ -24,6 +23,7 @@ from headrace.layers.rope import RopeKind, RopeSpec, RotaryEmbedding
 if TYPE_CHECKING:
     from headrace.worker.inputs import StepInputs
 
+MAX_SIZE = 2**31 - 1
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -53,8 +53,8 @@ class Fields:
 
     def size(self, name: str, default: int | None = None) -> int:
         value = self.get(name, (int,), default)
-        if value < 1:
-            raise self.refuse(name, f"must be at least 1, is {value}")
+        if not 1 <= value <= MAX_SIZE:
+            raise self.refuse(name, f"must be between 1 and {MAX_SIZE}, is {value}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -142,8 +142,7 @@ class DecoderSpec:
 
 
 def config_dtype(config: Mapping[str, Any]) -> str:
-    """Name of the dtype a config gives (`dtype`, before transformers 5 `torch_dtype`); float32 if
-    none.
+    """A config's dtype (`dtype`, before transformers 5 `torch_dtype`), float32 if it gives none.
 
     Raises:
         LoadError: a dtype that the engine does not compute in.
@@ -183,14 +182,11 @@ def rope_spec(fields: Fields, head_dim: int) -> RopeSpec:
         options |= {"low_freq_factor": low, "high_freq_factor": high}
         options["original_positions"] = scaling.size("original_max_position_embeddings")
     if kind == "freq_factors":
-        options["factors"] = tuple(scaling.get("factors", (list,)))
-        if len(options["factors"]) != head_dim // 2:
-            raise scaling.refuse("factors", f"must be {head_dim // 2}, one for each pair of a head")
-    theta, positions = (
-        theta_in.number("rope_theta", 10000.0),
-        fields.size("max_position_embeddings", 2048),
-    )
-    return RopeSpec(head_dim, positions, theta, kind, **options)
+        factors = options["factors"] = tuple(scaling.get("factors", (list,)))
+        if len(factors) != head_dim // 2 or any(type(f) is not float or f <= 0 for f in factors):
+            raise scaling.refuse("factors", f"must be {head_dim // 2} floats above 0, one a pair")
+    positions = fields.size("max_position_embeddings", 2048)
+    return RopeSpec(head_dim, positions, theta_in.number("rope_theta", 10000.0), kind, **options)
 
 
 class Decoder(Layer):

@@ -43,7 +43,7 @@ def build(config: dict[str, Any], dtype: torch.dtype | None = None) -> Decoder:
     for family in FAMILIES:
         import_module(f"headrace.models.{family}")
     names = config.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in _ENTRIES:
+    if names not in [[name] for name in _ENTRIES]:
         known = ", ".join(sorted(_ENTRIES))
         raise LoadError(
             f"the model's config: architectures {names!r} is not supported, only {known}"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import http.server
 import importlib.metadata
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import huggingface_hub
 import pytest
@@ -99,6 +101,7 @@ def test_download_asks_for_needed_files_only(
         asked.update(options, repo=repo)
         return str(tmp_path)
 
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, repo, **options: None)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert "has no config.json" in refusal("org/name")
     (tmp_path / "config.json").touch()
@@ -197,10 +200,72 @@ def test_no_network_fails_fast(tmp_path: Path) -> None:
     assert time.perf_counter() - start < 20
 
 
-def test_mutant_that_lets_the_clients_error_through(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_that_never_answers_fails_fast(tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "from headrace.engine.errors import ModelNotFoundError\n"
+        "from headrace.loader import hub\n"
+        "hub.HUB_TIMEOUT_S = 0.5\n"
+        "try: hub.locate('org/name')\n"
+        "except ModelNotFoundError as error: print(error)\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        line = subprocess.run(
+            [sys.executable, "-c", script],
+            env={"HF_HOME": str(tmp_path), "HF_ENDPOINT": endpoint},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=20,  # without a limit on the look-up it hangs: the fault that this test is for
+        ).stdout
+    assert "cannot be reached (timed out)" in line and line.count("\n") == 1
+
+
+def test_cached_model_needs_no_network(tmp_path: Path) -> None:
+    repo = tmp_path / "hub" / "models--org--name"
+    snapshot = repo / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("a" * 40)
+    script = "from headrace.loader.hub import locate; print(locate('org/name').path)"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={"HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == str(snapshot)
+
+
+def test_gated_files_of_an_open_page(monkeypatch: pytest.MonkeyPatch) -> None:
     def download(repo: str, **options: object) -> str:
+        raise huggingface_hub.errors.GatedRepoError("a\nb", response=mock.Mock(status_code=403))
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, repo, **options: None)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert "is gated" in refusal("org/name")
+
+
+def test_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, repo, **options: None)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
+    assert "cannot be stored: [Errno 28] No space left" in refusal("org/name")
+
+
+def test_names_that_the_client_refuses() -> None:
+    assert "no repo id" in refusal("org/a--b")
+
+
+def test_mutant_that_lets_the_clients_error_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(*args: object, **options: object) -> str:
         raise huggingface_hub.errors.LocalEntryNotFoundError("a\nb")
 
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", download)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert "cannot be reached (a b)" in refusal("org/name")
     monkeypatch.setattr(hub, "_download", lambda repo, revision: download(repo))
