@@ -99,7 +99,7 @@ def generate(
 ) -> None:
     """Streams the answer to one prompt, then says how fast it was."""
     template = None if raw else llm.get_tokenizer().chat_template
-    full: "Prompt" = prompt
+    full: Prompt = prompt
     if template is not None:
         full = llm.render([*_system(system), {"role": "user", "content": prompt}])
     _, summary = _stream(llm, full, _params(max_tokens, temperature))

@@ -1,1 +1,1 @@
-"""TODO-DOC attn"""
+"""Attention backends, one instance for each KV group, behind the interface in base.py."""

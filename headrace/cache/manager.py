@@ -22,7 +22,8 @@ from headrace.sched.plan import Ints
 class Lease:
     """The pages one request holds.
 
-    pages: for each group, page ids by page index; NULL_PAGE where a page fell behind the window.
+    pages: for each group, page ids by page index, equally many in all; NULL_PAGE where a page fell
+        behind the window.
     trimmed: for each group, how many leading pages were given back (or never taken).
     hashes: the prefix chain, as far as it was computed; it only grows, also over a preemption.
     indexed: leading pages that have been offered to the prefix index.
@@ -59,6 +60,7 @@ class CacheManager:
         self.groups = tuple(groups)
         self.page_tokens = groups[0].spec.page_tokens
         self.windows = tuple(group.spec.window for group in groups)
+        self._windowed = any(window is not None for window in self.windows)
         self.prefix_caching = prefix_caching
         self.index = PrefixIndex()
         self.pool = PagePool(sectors, pages_per_sector, self.index.forget)
@@ -85,11 +87,8 @@ class CacheManager:
 
         Its first `hit` pages were found; the rest is computed in chunks of at most `chunk` tokens.
         """
-        start = max(0, tokens - chunk)
-        return [
-            max(0, pages - max(hit, self._behind(window, start)))
-            for window, pages in zip(self.windows, self._page_counts(tokens), strict=True)
-        ]
+        start, pages = max(0, tokens - chunk), -(-tokens // self.page_tokens)
+        return [max(0, pages - max(hit, self._behind(window, start))) for window in self.windows]
 
     def hash_known(self, lease: Lease, tokens: Ints) -> None:
         """Extends the chain over all full pages of `tokens`, the request's known tokens from its
@@ -122,27 +121,23 @@ class CacheManager:
             lease.trimmed[group] = first
         lease.indexed = pages
 
-    def shortfall(self, lease: Lease, tokens: int) -> list[int]:
-        """Pages of each group that the lease lacks to hold `tokens` tokens."""
-        return [
-            max(0, count - len(mine))
-            for count, mine in zip(self._page_counts(tokens), lease.pages, strict=True)
-        ]
-
     def grow(self, lease: Lease, tokens: int) -> list[tuple[int, int, int]] | None:
-        """Leases pages up to `tokens` tokens: (group, page index, page) for each new one, or None
-        and no change.
+        """Leases pages up to `tokens` tokens.
+
+        Returns:
+            (group, page index, page) for each new page, or None, and nothing is changed, if there
+            are not enough.
         """
-        needs = self.shortfall(lease, tokens)
-        if not self.pool.can_allocate(needs):
+        start, count = len(lease.pages[0]), -(-tokens // self.page_tokens)
+        if not self.pool.can_allocate([max(0, count - start)] * len(self.groups)):
             return None
         added: list[tuple[int, int, int]] = []
         try:
-            for group, need in enumerate(needs):
-                for _ in range(need):
+            for group, pages in enumerate(lease.pages):
+                for index in range(start, count):
                     page = self.pool.allocate(group)
-                    added.append((group, len(lease.pages[group]), page))
-                    lease.pages[group].append(page)
+                    added.append((group, index, page))
+                    pages.append(page)
         except MemoryError:
             for group, _, page in reversed(added):
                 lease.pages[group].pop()
@@ -152,6 +147,8 @@ class CacheManager:
 
     def trim(self, lease: Lease, computed: int) -> None:
         """Gives back pages that no query from position `computed` on can see."""
+        if not self._windowed:
+            return
         for group, window in enumerate(self.windows):
             behind = self._behind(window, computed)
             for index in range(lease.trimmed[group], behind):
@@ -210,9 +207,6 @@ class CacheManager:
                 raise RuntimeError(
                     f"group {group}: leases hold {held}, the pool {self.pool.holders(group)}"
                 )
-
-    def _page_counts(self, tokens: int) -> list[int]:
-        return [group.pages(tokens) for group in self.groups]
 
     def _behind(self, window: int | None, computed: int) -> int:
         """Leading pages wholly behind the window of the query at position `computed`."""

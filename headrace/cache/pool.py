@@ -85,9 +85,13 @@ class PagePool:
 
     def allocate(self, group: int) -> int:
         """Leases a page with undefined contents. MemoryError if all are leased."""
-        if not self._free[group]:
-            self._refill(group)
-        page, _ = self._free[group].popitem()
+        if self.per_sector[group] == 1 and self._free_sectors:
+            page = self._free_sectors.pop()  # the sector is the page: nothing to carve
+            self._owner[page] = group
+        else:
+            if not self._free[group]:
+                self._refill(group)
+            page, _ = self._free[group].popitem()
         self._held[page // self.per_sector[group]] += 1
         self._lease(group, page)
         return page

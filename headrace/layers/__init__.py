@@ -1,1 +1,4 @@
-"""TODO-DOC layers"""
+"""The vocabulary that models are written in.
+
+Layers declare what they cache and how ranks share them.
+"""

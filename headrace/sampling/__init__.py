@@ -1,1 +1,1 @@
-"""TODO-DOC sampling"""
+"""From logits to tokens: parameters, addressed noise, the sampler."""

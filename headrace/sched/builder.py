@@ -88,20 +88,23 @@ class PlanBuilder:
 
     def pack(self, epoch: int, rows: Ints, q_len: Ints, host: HostRows) -> StepPlan:
         """Makes the plan, and books what it will do into the rows' upper bounds."""
-        order = np.argsort(q_len > 1, kind="stable")
-        rows, q_len = rows[order], q_len[order]
-        host.len_hi[rows] += q_len
+        if (q_len > 1).any():
+            order = np.argsort(q_len > 1, kind="stable")
+            rows, q_len = rows[order], q_len[order]
+        len_hi, known_hi = host.len_hi[rows] + q_len, host.known_hi[rows]
+        samples = len_hi == known_hi
+        host.len_hi[rows] = len_hi
+        host.known_hi[rows] = known_hi + samples
         host.in_flight[rows] += 1
-        samples = host.len_hi[rows] == host.known_hi[rows]
-        host.known_hi[rows] += samples
         arrays = {
             "rows": rows,
             "gens": host.gen[rows],
             "q_len": q_len,
             "flags": samples * SAMPLE,
-            "len_hi": host.len_hi[rows],
-            "release": np.array(self.release, np.int32),
+            "len_hi": len_hi,
         }
+        if self.release:
+            arrays["release"] = np.array(self.release, np.int32)
         if self.pages:
             columns = np.array(self.pages, np.int32).T
             arrays |= dict(
@@ -129,6 +132,6 @@ class PlanBuilder:
                 np.int32
             ),
             "admit_seed": seeds.view(np.int32),
-            "admit_stop": stops,
+            "admit_stop": stops.ravel(),
             "admit_tokens": np.concatenate(known),
         }

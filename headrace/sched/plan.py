@@ -57,8 +57,11 @@ class Packed:
         unknown = arrays.keys() - set(cls.FIELDS)
         if unknown:
             raise KeyError(f"{cls.__name__} has no field {', '.join(sorted(unknown))}")
-        parts = [np.ascontiguousarray(arrays.get(n, EMPTY), np.int32).ravel() for n in cls.FIELDS]
-        header = np.array([MAGIC, epoch, len(parts), *map(len, parts)], np.int32)
+        # Most fields of a steady step are empty: only what is given is touched.
+        given = [name for name in cls.FIELDS if name in arrays]
+        parts = [arrays[name].astype(np.int32, copy=False) for name in given]
+        lengths = dict.fromkeys(cls.FIELDS, 0) | dict(zip(given, map(len, parts), strict=True))
+        header = np.array([MAGIC, epoch, len(lengths), *lengths.values()], np.int32)
         return cls(np.concatenate([header, *parts]).tobytes())
 
     def to_bytes(self) -> bytes:

@@ -196,21 +196,27 @@ class Scheduler:
         """Shares the step's tokens among running rows, with pages: (rows, query lengths)."""
         host, rows = self.rows, self._running
         # A row whose limit is reached once plans in flight are done has nothing left to compute.
-        left = host.known_hi[rows] - host.len_hi[rows]
-        want = np.where(host.known_hi[rows] < host.limit[rows], left, 0)
-        first = np.argsort(want > 1, kind="stable")  # one token for everyone, then chunks
-        wants = want[first]
-        take = np.empty_like(want)
-        take[first] = np.clip(self.max_tokens - (np.cumsum(wants) - wants), 0, wants)
-        ends = host.len_hi[rows] + take
+        known_hi, len_hi = host.known_hi[rows], host.len_hi[rows]
+        want = np.where(known_hi < host.limit[rows], known_hi - len_hi, 0)
+        take = want if want.sum() <= self.max_tokens else self._share(want)
+        ends = len_hi + take
         # In priority order, so that what a row takes is never taken from one before it.
         for index in np.flatnonzero(ends > host.pages[rows] * self.cache.page_tokens).tolist():
             self._grow_or_preempt(int(rows[index]), int(ends[index]))
         keep = (take > 0) & host.running[rows]
         rows, take = rows[keep], take[keep]
-        for row, length in zip(rows[take > 1].tolist(), take[take > 1].tolist(), strict=True):
+        chunks = take > 1
+        for row, length in zip(rows[chunks].tolist(), take[chunks].tolist(), strict=True):
             self._computes(self._at(row), int(host.len_hi[row]), length)
         return rows, take
+
+    def _share(self, want: Ints) -> Ints:
+        """What each row gets of what it wants: one token for everyone, then chunks."""
+        first = np.argsort(want > 1, kind="stable")
+        wants = want[first]
+        take = np.empty_like(want)
+        take[first] = np.clip(self.max_tokens - (np.cumsum(wants) - wants), 0, wants)
+        return take
 
     def _grow_or_preempt(self, row: int, tokens: int) -> None:
         """Gives the row pages up to `tokens` tokens, at the cost of the rows that come last;

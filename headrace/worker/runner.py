@@ -47,6 +47,11 @@ class ModelRunner:
             len(rows.len), np.bool_
         )  # rows that draw at random, as the host knows
         self._forwarded: Forwarded | None = None
+        # The first draw compiles the kernel: now, not when the first request waits for it.
+        one = torch.ones(1, device=device)
+        zero = torch.zeros(1, dtype=torch.int64, device=device)
+        logits = torch.zeros(1, 16, dtype=model.spec.dtype, device=device)
+        self._sampler.sample(logits, one, zero, zero, any_random=True)
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> None:

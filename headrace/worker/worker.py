@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from headrace.attn.base import Capacity
 from headrace.attn.cpu import CpuAttention
@@ -84,6 +85,7 @@ class Worker:
         self.arena = Arena(TorchBackend(self.device))
         try:
             self.model = build(hf_config, self.dtype)
+            _check_memory(self.model, self.dtype)
             load(self.model, source, self.arena, self.device, self.dtype)
             self.info = self._init_cache(config, hf_config)
         except BaseException:
@@ -111,27 +113,13 @@ class Worker:
         cut = cut_sectors(groups)
         sectors = self._count_sectors(config, groups, cut)
         max_len = _max_len(config, model, tokens_of(groups, cut, sectors))
-        kv = map_kv(self.arena, groups, cut, sectors)
-        for view in kv:
-            view[
-                NULL_PAGE
-            ].zero_()  # padding may read it, and memory that was never written may hold NaN
         pages = [group.pages(max_len) for group in groups]
         rows = Rows(self.arena, config.max_num_seqs, max_len, pages)
-        layers = attention_layers(model)
-        inputs = []
-        for index, group in enumerate(groups):
-            backend = CpuAttention(group, layers[group.layers[0]].heads)
-            capacity = Capacity(config.max_num_seqs, config.max_num_batched_tokens, pages[index])
-            inputs.append(
-                GroupInputs(
-                    kv[index],
-                    rows.tables[index],
-                    torch.empty(0),
-                    backend,
-                    backend.buffers(capacity),
-                )
-            )
+        slabs = map_kv(self.arena, groups, cut, sectors)
+        inputs = [
+            self._group_inputs(config, group, slab, table)
+            for group, slab, table in zip(groups, slabs, rows.tables, strict=True)
+        ]
         self.runner = ModelRunner(model, rows, inputs, self.device)
         eos = hf_config.get("eos_token_id")
         eos_ids = tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,))
@@ -146,6 +134,18 @@ class Worker:
             dtype=str(self.dtype).removeprefix("torch."),
             memory=memory_table(self.arena.snapshot(), tokens_of(groups, cut, sectors)),
         )
+
+    def _group_inputs(
+        self, config: EngineConfig, group: KVGroup, slab: Tensor, table: Tensor
+    ) -> GroupInputs:
+        # Padding may read the null page, and memory that was never written may hold NaN.
+        slab[NULL_PAGE].zero_()
+        heads = attention_layers(self.model)[group.layers[0]].heads
+        backend = CpuAttention(group, heads)
+        capacity = Capacity(config.max_num_seqs, config.max_num_batched_tokens, table.shape[1])
+        meta = backend.buffers(capacity)
+        no_slots = torch.empty(0, dtype=torch.int64)
+        return GroupInputs(kv=slab, table=table, slots_N=no_slots, backend=backend, meta=meta)
 
     def _count_sectors(
         self, config: EngineConfig, groups: tuple[KVGroup, ...], cut: Sectors
@@ -178,6 +178,17 @@ def available_memory() -> int:
     except (OSError, KeyError):
         # Not Linux: half of what is built in is a cautious guess.
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _check_memory(model: Decoder, dtype: torch.dtype) -> None:
+    """Refuses weights that cannot fit. The system would grant the memory and end the process later."""
+    needed = sum(param.numel() for param in model.parameters()) * dtype.itemsize
+    free = available_memory()
+    if needed > free:
+        raise OutOfMemoryError(
+            f"the weights take {needed / 2**30:.1f} GiB in {str(dtype).removeprefix('torch.')} and "
+            f"{free / 2**30:.1f} GiB of memory are free: free memory or take a smaller model"
+        )
 
 
 def _dtype(config: EngineConfig, hf_config: dict[str, Any], files: ModelFiles) -> torch.dtype:

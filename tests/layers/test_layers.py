@@ -14,15 +14,13 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from headrace.attn.reference import write_slots
 from headrace.cache.spec import KVGroup, KVSpec, group_specs
 from headrace.layers.attention import Attention, bind_groups
 from headrace.layers.linear import ColumnLinear, Linear, QKVLinear
 from headrace.layers.module import Param, ParamSpec
 from headrace.layers.norm import RMSNorm
 from headrace.layers.rope import RopeSpec, RotaryEmbedding
-from headrace.ops import act, kv_write, rope
-from headrace.worker.inputs import GroupInputs
+from headrace.ops import act, rope
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -90,30 +88,6 @@ def test_silu_mul() -> None:
     x = torch.randn(5, 12)
     want = x[:, :6] / (1 + (-x[:, :6]).exp()) * x[:, 6:]
     torch.testing.assert_close(act.silu_mul(x), want)
-
-
-def written(write: object) -> Tensor:
-    torch.manual_seed(0)
-    kv = torch.zeros(4, 3, 2, 8, 2, 5)
-    slots = torch.tensor([9, -1, 31, 16, -1])
-    k, v = torch.randn(5, 2, 5), torch.randn(5, 2, 5)
-    none = torch.empty(0)
-    if write is write_slots:
-        write_slots(k, v, GroupInputs(kv, none, slots, None, None), 1)  # type: ignore[arg-type]
-    else:
-        write(kv, 1, slots, k, v)  # type: ignore[operator]
-    return kv
-
-
-def test_kv_goes_to_its_slots_and_nowhere_else() -> None:
-    assert torch.equal(written(kv_write.write_kv), written(write_slots))
-
-
-def test_kv_check_sees_a_write_of_dead_tokens() -> None:
-    def careless(kv: Tensor, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        kv_write.reference(kv, layer, slots.clamp(min=0), k, v)
-
-    assert not torch.equal(written(careless), written(write_slots))
 
 
 def test_linear_goes_through_its_method() -> None:
