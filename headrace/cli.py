@@ -1,22 +1,26 @@
-"""The commands.
+"""The commands. Results go to stdout, all else to stderr.
 
 Every engine setting is a flag, made from `EngineConfig`; heavy imports wait until a command runs.
 """
 
 import inspect
+import io
 import json
 import logging
+import shutil
 import sys
+import warnings
 from collections.abc import Callable
-from dataclasses import fields
+from contextlib import suppress
+from dataclasses import dataclass, fields
 from functools import wraps
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from headrace import __version__
 from headrace.config import EngineConfig
-from headrace.engine.errors import HeadraceError
+from headrace.engine.errors import BadRequestError, HeadraceError
 
 if TYPE_CHECKING:
     from headrace.engine.frontend import Prompt
@@ -27,22 +31,56 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Serves open-weight language models.",
 )
 bench_app = typer.Typer(no_args_is_help=True, help="Measures an engine; prints JSON.")
 app.add_typer(bench_app, name="bench")
 
-Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token each time.")]
+Temperature = Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")]
 MaxTokens = Annotated[
-    int, typer.Option(help="Tokens to generate at most; 0 for no limit but the context.")
+    int, typer.Option(min=0, help="Tokens to generate at most; 0 for no limit but the context.")
 ]
 System = Annotated[str, typer.Option(help="A system message.")]
 
+INTERRUPTED = 130
+"""Exit code of a program that Ctrl-C ended, as shells give it."""
 
-def engine_command(command: Callable[..., None]) -> Callable[..., None]:
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What `_stream` printed.
+
+    summary: a line on its speed. stopped: Ctrl-C ended it. error: why the engine gave it up.
+    """
+
+    text: str
+    summary: str
+    stopped: bool
+    error: str | None
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"headrace {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def top(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Show the version and exit.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Runs open-weight language models."""
+
+
+def engine_command(command: Callable[..., str | None]) -> Callable[..., None]:
     """Gives a command an argument MODEL and a flag for every engine setting.
 
-    The command's own first parameter gets the loaded `LLM`; it is shut down afterwards.
+    The command's own first parameter gets the loaded `LLM`; it is shut down afterwards. What the
+    command returns is the last thing said.
     """
     hints = get_type_hints(EngineConfig)
     own = list(inspect.signature(command).parameters.values())[1:]
@@ -65,15 +103,17 @@ def engine_command(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def run(model: str, **given: Any) -> None:
-        from headrace.engine.llm import LLM
-
         chosen = {field.name: given.pop(field.name) for field in settings}
         try:
+            from headrace.engine.llm import LLM
+
             with LLM(model, **chosen) as llm:
-                command(llm, **given)
+                last = command(llm, **given)
         except KeyboardInterrupt:
             _say("\ninterrupted")
-            raise typer.Exit(130) from None
+            raise typer.Exit(INTERRUPTED) from None
+        if last:
+            _say(last)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -89,23 +129,29 @@ def _help_of(name: str) -> str:
 @engine_command
 def generate(
     llm: "LLM",
-    prompt: Annotated[str, typer.Argument(help="What to answer, or with --raw to complete.")],
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="What to answer, or with --raw to complete.")
+    ],
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.0,
     system: System = "",
     raw: Annotated[
-        bool, typer.Option(help="Complete the text as it is, without a chat template.")
+        bool, typer.Option("--raw", help="Complete the text as it is, without a chat template.")
     ] = False,
-) -> None:
+) -> str:
     """Streams the answer to one prompt, then says how fast it was."""
     template = None if raw else llm.get_tokenizer().chat_template
     full: Prompt = prompt
     if template is not None:
         full = llm.render([*_system(system), {"role": "user", "content": prompt}])
-    _, summary = _stream(llm, full, _params(max_tokens, temperature))
-    _say(f"\n{summary}")
-    name = llm.config.model
-    _say(f'Next: headrace chat {name}   headrace bench throughput {name}   make demo PROMPT="..."')
+    answer = _stream(llm, full, _params(max_tokens, temperature))
+    _say(f"\n{answer.summary}")
+    if answer.stopped:
+        raise KeyboardInterrupt
+    if answer.error is not None:
+        raise HeadraceError(f"the answer was given up: {answer.error}")
+    me, name = _own_name(), llm.config.model
+    return f"Next: {me} chat {name}   {me} bench throughput {name}   {me} --help"
 
 
 @app.command()
@@ -118,21 +164,32 @@ def chat(
 ) -> None:
     """Talks with a model. /reset forgets, /quit or Ctrl-D leaves, Ctrl-C stops an answer."""
     if llm.get_tokenizer().chat_template is None:
-        _fail(f"{llm.config.model} has no chat template: use headrace generate --raw")
+        raise BadRequestError(
+            f"{llm.config.model} has no chat template: use {_own_name()} generate --raw"
+        )
     history = _system(system)
     _say("/reset forgets, /quit or Ctrl-D leaves, Ctrl-C stops an answer.")
     while True:
-        try:
-            line = input("> ").strip()
-        except (EOFError, KeyboardInterrupt):
-            _say("")
-            return
-        if line == "/quit":
+        line = _read_line()
+        if line is None or line == "/quit":
             return
         if line == "/reset":
             history = _system(system)
         elif line:
             history = _turn(llm, history, line, _params(max_tokens, temperature))
+
+
+def _read_line() -> str | None:
+    """The user's next line, or None if there is none. Asks only where somebody is there to type."""
+    try:
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            with suppress(ImportError):
+                import readline  # noqa: F401 - gives `input` history and cursor keys
+            return input("> ").strip()
+        return input().strip()
+    except (EOFError, KeyboardInterrupt):
+        _say("")
+        return None
 
 
 def _turn(
@@ -143,19 +200,22 @@ def _turn(
     """
     asked = [*history, {"role": "user", "content": line}]
     try:
-        answer, summary = _stream(llm, llm.render(asked), params)
-    except HeadraceError as error:
+        answer = _stream(llm, llm.render(asked), params)
+    except BadRequestError as error:
         _say(f"error: {error}")
         return history
-    _say(f"\n[{summary}]")
-    return [*asked, {"role": "assistant", "content": answer}]
+    _say(f"[{answer.summary}]\n")
+    if answer.error is not None:
+        _say(f"error: the answer was given up: {answer.error}")
+        return history
+    return [*asked, {"role": "assistant", "content": answer.text}]
 
 
 @bench_app.command("throughput")
 @engine_command
 def bench_throughput(
     llm: "LLM",
-    num_prompts: Annotated[int, typer.Option(help="Requests.")] = 64,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests.")] = 64,
     input_len: Annotated[int, typer.Option(help="Tokens a prompt.")] = 128,
     output_len: Annotated[int, typer.Option(help="Tokens a completion.")] = 128,
     temperature: Temperature = 0.0,
@@ -171,11 +231,11 @@ def bench_throughput(
 @engine_command
 def bench_latency(
     llm: "LLM",
-    batch_size: Annotated[int, typer.Option(help="Requests a batch.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Requests a batch.")] = 1,
     input_len: Annotated[int, typer.Option(help="Tokens a prompt.")] = 32,
     output_len: Annotated[int, typer.Option(help="Tokens a completion.")] = 128,
-    num_iters: Annotated[int, typer.Option(min=1, help="Timed batches.")] = 10,
-    num_iters_warmup: Annotated[int, typer.Option(min=0, help="Batches before.")] = 2,
+    num_iters: Annotated[int, typer.Option(min=1, help="Timed batches.")] = 5,
+    num_iters_warmup: Annotated[int, typer.Option(min=0, help="Batches before.")] = 1,
     temperature: Temperature = 0.0,
 ) -> None:
     """One batch at a time: seconds from submission to the last token."""
@@ -196,20 +256,40 @@ def info() -> None:
 
 def main() -> None:
     """Runs a command; an error meant for the user is one line, and the exit code says so."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    _set_up_streams()
     try:
         app()
     except HeadraceError as error:
-        _fail(str(error))
+        _say(f"error: {error}")
+        sys.exit(1)
 
 
-def _stream(llm: "LLM", prompt: "Prompt", params: "SamplingParams") -> tuple[str, str]:
-    """Prints an answer as it comes; its text, and a line on its speed. Ctrl-C ends the answer, not
-    the program.
+def _set_up_streams() -> None:
+    """Our own log goes to stderr, other packages' chatter nowhere, and no character can break it
+    all.
     """
+    log = logging.getLogger("headrace")
+    log.setLevel(logging.INFO)
+    log.handlers = [logging.StreamHandler(sys.stderr)]
+    log.propagate = False
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    # What is no UTF-8 comes in as it does in arguments, and is refused as a request.
+    for stream, errors in (
+        (sys.stdin, "surrogateescape"),
+        (sys.stdout, "replace"),
+        (sys.stderr, "replace"),
+    ):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
+
+
+def _stream(llm: "LLM", prompt: "Prompt", params: "SamplingParams") -> Answer:
+    """Prints an answer as it comes. Ctrl-C ends the answer, not the program."""
     from time import perf_counter
 
     start, first, count, text = perf_counter(), 0.0, 0, []
+    error, stopped = None, False
     try:
         for output in llm.stream(prompt, params):
             first = first or perf_counter()
@@ -217,17 +297,17 @@ def _stream(llm: "LLM", prompt: "Prompt", params: "SamplingParams") -> tuple[str
             count += len(piece.token_ids)
             text.append(piece.text)
             print(piece.text, end="", flush=True)
-            if output.error:
-                _say(f"\nerror: {output.error}")
+            if piece.finish_reason == "error":
+                error = output.error or "the engine gave no reason"
     except KeyboardInterrupt:
-        _say("\n(stopped)")
+        stopped = True
     print(flush=True)
     now = perf_counter()
     rate = (count - 1) / (now - first) if count > 1 else 0.0
     summary = (
         f"{count} tokens, first after {(first or now) - start:.2f} s, then {rate:.1f} tokens/s"
     )
-    return "".join(text), summary
+    return Answer("".join(text), summary + " (stopped)" * stopped, stopped, error)
 
 
 def _params(max_tokens: int, temperature: float) -> "SamplingParams":
@@ -242,6 +322,11 @@ def _fixed(output_len: int, temperature: float) -> "SamplingParams":
     return SamplingParams(temperature=temperature, max_tokens=output_len, ignore_eos=True)
 
 
+def _own_name() -> str:
+    """What to type to run this program again."""
+    return "headrace" if shutil.which("headrace") else sys.argv[0]
+
+
 def _system(text: str) -> list[dict[str, Any]]:
     return [{"role": "system", "content": text}] if text else []
 
@@ -253,8 +338,3 @@ def _print_json(llm: "LLM", result: dict[str, Any]) -> None:
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def _fail(message: str) -> NoReturn:
-    _say(f"error: {message}")
-    sys.exit(1)

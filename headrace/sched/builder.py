@@ -23,6 +23,7 @@ class HostRows:
         self.prefill = np.zeros(max_rows, np.int32)  # tokens known at admission
         self.limit = np.zeros(max_rows, np.int32)
         self.pages = np.zeros(max_rows, np.int32)
+        self.shared = np.zeros(max_rows, np.int32)  # of these, found in the cache
         self.in_flight = np.zeros(max_rows, np.int32)
         self.running = np.zeros(max_rows, np.bool_)
         # A page of this is touched only once tokens arrive.
@@ -41,6 +42,7 @@ class HostRows:
         self.known_lo[row] = self.known_hi[row] = self.prefill[row] = known
         self.limit[row] = request.new.limit
         self.pages[row] = len(request.lease.pages[0])
+        self.shared[row] = request.lease.indexed
         self.in_flight[row] = 0
         request.row = row
         return row

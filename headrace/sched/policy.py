@@ -43,11 +43,12 @@ class WaitingQueue:
 
 
 class HeadRoom:
-    """How many tokens to keep free for what running rows will still generate.
+    """How many pages to keep free for what running rows will still generate.
 
     A row may still want `limit - known` tokens, but most end sooner. `share` estimates the part
-    that is really used: it starts at 1 (nobody can be preempted), follows the requests that finish,
-    and rises when a guess was too low.
+    that
+    is really used: it starts at 1, follows the requests that finish, and rises when a row had to be
+    preempted because the guess was too low.
     """
 
     SMOOTHING = 0.05
@@ -64,9 +65,25 @@ class HeadRoom:
         """The estimate was too low."""
         self.share = min(1.0, self.share + self.PREEMPTION_STEP)
 
-    def pages(self, remaining: Ints, slack: Ints, page_tokens: int) -> int:
-        """Pages to keep free for rows that may want `remaining` tokens more and have `slack` tokens
-        of page left.
+    def peak(self, remaining: Ints, slack: Ints, own: Ints, page_tokens: int) -> int:
+        """Most pages that rows will hold at one time beyond what they hold now.
+
+        All rows grow by a token a step, and each frees its pages when it ends; so the most is held
+        just before one of them ends. Adding up what each may want would count pages twice that a
+        later row takes over from an earlier one, and leave a third of the cache idle.
+
+        Args:
+            remaining: i32 `[n]` tokens each row may still generate.
+            slack: i32 `[n]` tokens that fit into the pages it holds; negative while its prompt does
+                not.
+            own: i32 `[n]` pages it will free.
         """
-        wanted = np.ceil(remaining * self.share).astype(np.int64) - slack
-        return int(np.maximum(-(-wanted // page_tokens), 0).sum())
+        wanted = np.ceil(remaining * self.share)
+        order = np.argsort(wanted)
+        wanted, own = wanted[order], own[order]
+        alive = np.arange(len(order), 0, -1)  # rows still there when this one ends
+        slack_of_alive = np.cumsum(slack[order][::-1])[::-1]
+        freed = np.cumsum(own) - own
+        # A page is taken whole: half of one too many on average.
+        held = (alive * wanted - slack_of_alive) / page_tokens + alive / 2 - freed
+        return max(0, int(np.ceil(held.max())))

@@ -7,6 +7,7 @@ step gives a row some of the tokens between what is computed and what is known.
 
 from __future__ import annotations
 
+import logging
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from headrace.sched.builder import HostRows, PlanBuilder
 from headrace.sched.plan import EMPTY, ERROR, MAX_STOP_IDS, Ints, StepPlan, StepResult
 from headrace.sched.policy import HeadRoom, WaitingQueue
 from headrace.sched.request import ABORTED, Bound, Ended, NewRequest, Publish, Request, State
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -78,6 +81,10 @@ class Scheduler:
 
     def add(self, new: NewRequest) -> None:
         """Queues a request. What is wrong with it ends it with ERROR; nothing is raised."""
+        if new.handle in self._requests:
+            # An answer under this handle would end the first one's stream.
+            log.error("a request with the handle %d is running; its twin is dropped", new.handle)
+            return
         message = self._fault(new)
         if message:
             self._ended.append(Ended(new.handle, ERROR, message))
@@ -340,7 +347,8 @@ class Scheduler:
         """
         needs = self.cache.fresh(hit, len(request.known) + 1, self.max_tokens)
         if self._order:
-            needs = [need + room for need, room in zip(needs, self._reserve(), strict=True)]
+            room = self._reserve(request, needs)
+            needs = [need + more for need, more in zip(needs, room, strict=True)]
         # Asked before the pages found are leased, which is dear, and after, since they may have
         # been free ones.
         can_allocate = self.cache.pool.can_allocate
@@ -352,20 +360,25 @@ class Scheduler:
         self.cache.release(request.lease)
         return False
 
-    def _reserve(self) -> list[int]:
-        """Pages of each group to keep free for running rows."""
+    def _reserve(self, request: Request, fresh: list[int]) -> list[int]:
+        """Pages of each group to keep free for running rows and this request, once it is one of
+        them.
+
+        Args:
+            fresh: pages of each group that it takes itself.
+        """
         host, rows, page = self.rows, self._running, self.cache.page_tokens
-        length = host.known_hi[rows]
-        remaining = host.limit[rows] - length
-        slack = host.pages[rows] * page - length
+        length = np.append(host.known_hi[rows], len(request.known))
+        remaining = np.append(host.limit[rows], request.new.limit) - length
+        slack = np.append(host.pages[rows] * page, len(request.known)) - length
+        own = host.pages[rows] - host.shared[rows]
         reserves = []
-        for window in self.cache.windows:
-            more = (
-                remaining
-                if window is None
-                else np.minimum(remaining, np.maximum(window - length, 0))
-            )
-            reserves.append(self.head_room.pages(more, slack, page))
+        for window, mine in zip(self.cache.windows, fresh, strict=True):
+            more = remaining
+            if window is not None:
+                more = np.minimum(remaining, np.maximum(window - length, 0))
+            peak = self.head_room.peak(more, slack, np.append(own, mine), page)
+            reserves.append(peak)
         return reserves
 
     def _outranks_last(self, request: Request) -> bool:
@@ -429,8 +442,6 @@ class Scheduler:
         Front ends check more; this guards the loop.
         """
         length = len(new.prompt)
-        if new.handle in self._requests:
-            return f"the handle {new.handle} is in use"
         if length == 0:
             return "the prompt is empty"
         if length >= self.max_len:

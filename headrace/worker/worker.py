@@ -181,7 +181,7 @@ def available_memory() -> int:
 
 
 def _check_memory(model: Decoder, dtype: torch.dtype) -> None:
-    """Refuses weights that cannot fit. The system would grant the memory and end the process later."""
+    """Refuses weights that cannot fit: the system would grant memory and end the process later."""
     needed = sum(param.numel() for param in model.parameters()) * dtype.itemsize
     free = available_memory()
     if needed > free:

@@ -210,11 +210,23 @@ class Simulation:
         self.hits = 0
         self._handles = 0
 
-    def add(self, prompt: list[int], limit: int, *, priority: int = 0, salt: str = "") -> int:
+    def add(
+        self,
+        prompt: list[int],
+        limit: int,
+        *,
+        priority: int = 0,
+        salt: str = "",
+        ignore_eos: bool = False,
+    ) -> int:
         self._handles += 1
-        tokens = np.array(prompt, np.int32)
         new = NewRequest(
-            self._handles, tokens, limit, stop_ids=(STOP_ID,), priority=priority, salt=salt
+            self._handles,
+            np.array(prompt, np.int32),
+            limit,
+            stop_ids=() if ignore_eos else (STOP_ID,),
+            priority=priority,
+            salt=salt,
         )
         self.open[new.handle] = self.router.open(new, watched=False)
         self.core.send(new)
@@ -251,7 +263,7 @@ class Simulation:
                 assert output == expected[: len(output)], "an aborted request's tokens are wrong"
             else:
                 assert output == expected, f"request {new.handle}: {output} instead of {expected}"
-                reason = "stop" if expected[-1] == STOP_ID else "length"
+                reason = "stop" if expected[-1] in new.stop_ids else "length"
                 assert stream.finish_reason == reason
             self.router.close(stream)
             del self.open[new.handle]
