@@ -224,7 +224,7 @@ def bench_throughput(
     from headrace import bench
 
     params = _fixed(output_len, temperature)
-    _print_json(llm, bench.throughput(llm, num_prompts, input_len, output_len, params))
+    _print_json(llm, bench.throughput(llm, num_prompts, input_len, params))
 
 
 @bench_app.command("latency")
@@ -242,7 +242,7 @@ def bench_latency(
     from headrace import bench
 
     params = _fixed(output_len, temperature)
-    run = bench.latency(llm, batch_size, input_len, output_len, params, num_iters, num_iters_warmup)
+    run = bench.latency(llm, batch_size, input_len, params, num_iters, num_iters_warmup)
     _print_json(llm, run)
 
 

@@ -69,10 +69,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
         for f in fields(self):
-            value, hint = getattr(self, f.name), hints[f.name]
-            if get_origin(hint) is Literal and value not in get_args(hint):
-                choices = ", ".join(map(str, get_args(hint)))
-                raise ConfigError(f"{f.name} must be one of {choices}, got {value!r}")
+            self._require(f.name, *_fits(getattr(self, f.name), hints[f.name]))
         self._check_ranges()
 
     def _check_ranges(self) -> None:
@@ -85,7 +82,22 @@ class EngineConfig:
             "gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "above 0 and at most 1"
         )
         self._require("pipeline_depth", self.pipeline_depth in (1, 2), "1 or 2")
+        self._require(
+            "device", self.device != "cuda", "cpu or auto: this version computes on the CPU only"
+        )
 
     def _require(self, name: str, ok: bool, what: str) -> None:
         if not ok:
             raise ConfigError(f"{name} must be {what}, got {getattr(self, name)!r}")
+
+
+def _fits(value: Any, hint: Any) -> tuple[bool, str]:
+    """Whether a value is of a field's type, and what the type is in words."""
+    if get_origin(hint) is Literal:
+        return value in get_args(hint), f"one of {', '.join(get_args(hint))}"
+    kinds = get_args(hint) or (hint,)
+    names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+    if float in kinds:
+        kinds += (int,)
+    # To Python a bool is an int; to us it is a mistake.
+    return isinstance(value, kinds) and (type(value) is not bool or bool in kinds), names

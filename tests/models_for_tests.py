@@ -138,14 +138,14 @@ def metaspace_backend() -> Tokenizer:
 TEXTS = (
     "The capital of France is Paris. It lies on the river Seine, and more than two million people "
     "live there; the Louvre, once a palace, is the most visited museum of the world. ",
-    "def fibonacci(n: int) -> int:\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b"
-    "\n    return a\n\nprint([fibonacci(i) for i in range(10)])\n",
+    "def fibonacci(n: int) -> int:\n    a, b = 0, 1\n    for _ in range(n):\n"
+    "        a, b = b, a + b\n    return a\n\nprint([fibonacci(i) for i in range(10)])\n",
     "Es war einmal ein Müller, der hatte drei Söhne, seine Mühle, einen Esel und einen Kater. "
     "Die Söhne mußten mahlen, der Esel Getreide holen und Mehl forttragen. ",
     "3.14159265358979323846264338327950288 + 2.71828182845904523536 = 5.85987448204883847382\n",
     "Il était une fois une petite fille de village, la plus jolie qu'on eût su voir. ",
     "从前有座山,山里有座庙。天气很好,我们去公园散步吧。",
-    "Жили-были старик со старухой у самого синего моря. ",
+    "Жили-были старик да старуха возле самого синего моря. ",
     '{"name": "Ada", "born": 1815, "tags": ["math", "engines"], "notes": null}\n',
     "こんにちは、世界。 مرحبا بالعالم नमस्ते दुनिया 🙂🚀 ",
     "SELECT name, COUNT(*) FROM orders WHERE total > 99.5 GROUP BY name ORDER BY 2 DESC;\n",

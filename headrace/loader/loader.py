@@ -245,7 +245,7 @@ def _bar(pieces: Sequence[_Piece], progress: bool) -> tqdm[Any]:
         desc="loading weights",
         unit=" tensors",
         disable=not progress,
-        leave=terminal,
+        leave=True,
         delay=0 if terminal else SLOW_S,
         mininterval=0.1 if terminal else SLOW_S,
     )

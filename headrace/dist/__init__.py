@@ -1,0 +1,1 @@
+"""How the core reaches its ranks. Only starts workers and carries plans; it never schedules."""
