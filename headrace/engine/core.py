@@ -81,6 +81,11 @@ class EngineCore:
         news = self.scheduler.flush()
         if news is not None:
             self._publish(news)
+        return self.busy
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step is in flight or a request is not over."""
         return bool(self._in_flight) or self.scheduler.has_work
 
     def run(self) -> None:

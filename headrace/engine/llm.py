@@ -41,7 +41,7 @@ class LLM:
     def __init__(self, model: str, **settings: Any) -> None:
         self._engine: LocalEngine | None = None
         self._report: dict[str, Any] = {}
-        self._touched: list[Stream] = []
+        self._inboxes: dict[Stream, list[Stream]] = {}  # of each open stream, its call's
         self._dead: BaseException | None = None
         self._engine = LocalEngine(make_config(model, settings), self._receive)
 
@@ -195,47 +195,63 @@ class LLM:
         return [session.output(session.whole) for session in sessions]
 
     def _news(self, engine: LocalEngine, sessions: Sequence[Session]) -> Iterator[Session]:
-        """Steps the engine until all sessions are done; yields each that has news, which the caller
-        takes in.
+        """Steps the engine until all sessions are done.
+
+        Yields each that has news, which the caller takes in.
         """
         open_ones = {session.stream: session for session in sessions}
+        inbox: list[Stream] = []
+        self._inboxes |= dict.fromkeys(open_ones, inbox)
         try:
             with deferred_interrupt() as interrupted:
                 while open_ones:
-                    self._step(engine)
-                    touched, self._touched = self._touched, []
+                    # Another call's steps may have brought news of these.
+                    if not inbox:
+                        self._step(engine)
+                    touched = inbox.copy()
+                    inbox.clear()
                     for stream in touched:
                         session = open_ones.get(stream)
                         if session is None:
                             continue
                         yield session
                         if session.done:
-                            del open_ones[stream]
-                            engine.close(session, abort=session.own_end)
+                            self._close(engine, open_ones.pop(stream), abort=session.own_end)
                     if interrupted.is_set():
                         raise KeyboardInterrupt
         finally:
             self._abandon(engine, list(open_ones.values()))
+
+    def _close(self, engine: LocalEngine, session: Session, abort: bool) -> None:
+        del self._inboxes[session.stream]
+        engine.close(session, abort)
 
     def _step(self, engine: LocalEngine) -> None:
         try:
             engine.core.step()
         except Exception as error:
             self._dead = error
-            raise EngineDeadError(f"the engine broke: {error or type(error).__name__}") from error
+            why = str(error) or type(error).__name__
+            raise EngineDeadError(f"the engine broke: {why}") from error
+        except BaseException as error:
+            self._dead = error  # torn in the middle: what it holds means nothing any more
+            raise
 
     def _abandon(self, engine: LocalEngine, sessions: Sequence[Session]) -> None:
-        """Leaves nothing of an interrupted call in the engine."""
+        """Leaves nothing of a call in the engine, whether it ended well or was interrupted."""
         for session in sessions:
-            engine.close(session, abort=True)
-        # What ended by a stop string a moment ago is off its row after this, too.
-        while self._dead is None and engine.core.step():
-            pass
-        self._touched.clear()
+            self._close(engine, session, abort=True)
+        # Aborts take effect with the next step. What other calls wait for is left to them.
+        while self._dead is None and self._engine is not None:
+            self._step(engine)
+            if self._inboxes or not engine.core.busy:
+                return
 
     def _receive(self, news: Publish) -> None:
         if self._engine is not None:
-            self._touched += self._engine.router.receive(news)
+            for stream in self._engine.router.receive(news):
+                if stream in self._inboxes:
+                    self._inboxes[stream].append(stream)
 
     def _alive(self) -> LocalEngine:
         if self._engine is None:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from headrace.chat.tokenizer import Tokenizer, load_tokenizer
@@ -31,7 +32,8 @@ def make_config(model: str, settings: dict[str, Any]) -> EngineConfig:
         raise ConfigError(
             f"unknown setting {', '.join(unknown)}; known are {', '.join(sorted(known))}"
         )
-    return EngineConfig(model=str(model), **settings)
+    given = settings | {"model": model}
+    return EngineConfig(**{name: str(v) if isinstance(v, Path) else v for name, v in given.items()})
 
 
 class LocalEngine:

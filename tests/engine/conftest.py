@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,13 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+)
 
 from tests.models_for_tests import demo_path
 
@@ -42,18 +47,27 @@ class SmallModel:
 
 
 @pytest.fixture(scope="session")
-def demo_oracle() -> Iterator[LlamaForCausalLM]:
-    """The demo model in transformers, dequantised to float32."""
+def demo_of_transformers() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
+    """The demo model and its tokenizer as transformers reads them."""
+    where: dict[str, Any] = {
+        "pretrained_model_name_or_path": demo_path().parent,
+        "gguf_file": demo_path().name,
+    }
     with pytest.MonkeyPatch.context() as patch:
-        # transformers parses the file twice and makes the table of names 397 times: 15 s for
+        # transformers parses the file thrice and makes the table of names 397 times: 25 s for
         # nothing.
         for name in ("GGUFReader", "get_tensor_name_map"):
             patch.setattr(gguf, name, functools.cache(getattr(gguf, name)))
-        path = demo_path()
-        model = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=torch.float32
-        )
-    yield model.eval()
+        model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+        return model.eval(), AutoTokenizer.from_pretrained(**where)
+
+
+@pytest.fixture(scope="session")
+def demo_oracle(
+    demo_of_transformers: tuple[LlamaForCausalLM, PreTrainedTokenizerBase],
+) -> LlamaForCausalLM:
+    """The demo model in transformers, dequantised to float32."""
+    return demo_of_transformers[0]
 
 
 @pytest.fixture(scope="session")

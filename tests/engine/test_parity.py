@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from headrace import LLM, SamplingParams
 from headrace.cache.spec import KVSpec
@@ -23,7 +23,7 @@ from headrace.worker import runner
 from headrace.worker.inputs import StepInputs
 from tests.engine.conftest import SMALL_VOCAB, SmallModel
 from tests.models.oracle import tiny
-from tests.models_for_tests import TEXTS, demo_path
+from tests.models_for_tests import TEXTS
 
 EOS = 2
 NEAR_TIE = 1e-4
@@ -270,9 +270,10 @@ MESSAGES = [
 ]
 
 
-def test_chat_renders_as_transformers_does(demo: LLM) -> None:
-    path = demo_path()
-    theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+def test_chat_renders_as_transformers_does(
+    demo: LLM, demo_of_transformers: tuple[LlamaForCausalLM, PreTrainedTokenizerBase]
+) -> None:
+    theirs = demo_of_transformers[1]
     params = SamplingParams(temperature=0, max_tokens=1)
     for result, messages in zip(demo.chat(MESSAGES, params, use_tqdm=False), MESSAGES, strict=True):
         text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
