@@ -31,6 +31,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    # Its tables cut long flags short.
+    rich_markup_mode=None,
 )
 bench_app = typer.Typer(no_args_is_help=True, help="Measures an engine; prints JSON.")
 app.add_typer(bench_app, name="bench")
@@ -91,7 +93,7 @@ def engine_command(command: Callable[..., str | None]) -> Callable[..., None]:
     ]
     parameters += [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
     for field in settings:
-        option = typer.Option(help=field.metadata["help"], rich_help_panel="Engine")
+        option = typer.Option(help=field.metadata["help"])
         parameters.append(
             inspect.Parameter(
                 field.name,
@@ -216,14 +218,14 @@ def _turn(
 def bench_throughput(
     llm: "LLM",
     num_prompts: Annotated[int, typer.Option(min=1, help="Requests.")] = 64,
-    input_len: Annotated[int, typer.Option(help="Tokens a prompt.")] = 128,
-    output_len: Annotated[int, typer.Option(help="Tokens a completion.")] = 128,
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens a prompt.")] = 128,
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens a completion.")] = 128,
     temperature: Temperature = 0.0,
 ) -> None:
     """All requests at once: tokens a second."""
     from headrace import bench
 
-    params = _fixed(output_len, temperature)
+    params = _params(output_len, temperature, ignore_eos=True)
     _print_json(llm, bench.throughput(llm, num_prompts, input_len, params))
 
 
@@ -232,8 +234,8 @@ def bench_throughput(
 def bench_latency(
     llm: "LLM",
     batch_size: Annotated[int, typer.Option(min=1, help="Requests a batch.")] = 1,
-    input_len: Annotated[int, typer.Option(help="Tokens a prompt.")] = 32,
-    output_len: Annotated[int, typer.Option(help="Tokens a completion.")] = 128,
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens a prompt.")] = 32,
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens a completion.")] = 128,
     num_iters: Annotated[int, typer.Option(min=1, help="Timed batches.")] = 5,
     num_iters_warmup: Annotated[int, typer.Option(min=0, help="Batches before.")] = 1,
     temperature: Temperature = 0.0,
@@ -241,7 +243,7 @@ def bench_latency(
     """One batch at a time: seconds from submission to the last token."""
     from headrace import bench
 
-    params = _fixed(output_len, temperature)
+    params = _params(output_len, temperature, ignore_eos=True)
     run = bench.latency(llm, batch_size, input_len, params, num_iters, num_iters_warmup)
     _print_json(llm, run)
 
@@ -271,15 +273,10 @@ def _set_up_streams() -> None:
     log = logging.getLogger("headrace")
     log.setLevel(logging.INFO)
     log.handlers = [logging.StreamHandler(sys.stderr)]
-    log.propagate = False
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
     # What is no UTF-8 comes in as it does in arguments, and is refused as a request.
-    for stream, errors in (
-        (sys.stdin, "surrogateescape"),
-        (sys.stdout, "replace"),
-        (sys.stderr, "replace"),
-    ):
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
 
@@ -310,16 +307,10 @@ def _stream(llm: "LLM", prompt: "Prompt", params: "SamplingParams") -> Answer:
     return Answer("".join(text), summary + " (stopped)" * stopped, stopped, error)
 
 
-def _params(max_tokens: int, temperature: float) -> "SamplingParams":
+def _params(max_tokens: int, temperature: float, ignore_eos: bool = False) -> "SamplingParams":
     from headrace.sampling.params import SamplingParams
 
-    return SamplingParams(temperature=temperature, max_tokens=max_tokens or None)
-
-
-def _fixed(output_len: int, temperature: float) -> "SamplingParams":
-    from headrace.sampling.params import SamplingParams
-
-    return SamplingParams(temperature=temperature, max_tokens=output_len, ignore_eos=True)
+    return SamplingParams(temperature, max_tokens=max_tokens or None, ignore_eos=ignore_eos)
 
 
 def _own_name() -> str:

@@ -6,8 +6,6 @@ import platform
 import shutil
 from importlib.metadata import PackageNotFoundError, version
 
-from headrace import __version__
-
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "gguf", "huggingface_hub", "jinja2")
 
 
@@ -15,8 +13,9 @@ def report() -> str:
     """A few lines of plain text."""
     import torch
 
+    python = f"Python {platform.python_version()}, {platform.platform()}"
     lines = [
-        f"headrace {__version__}, Python {platform.python_version()}, {platform.platform()}",
+        f"headrace {_version('headrace')}, {python}",
         "packages   " + ", ".join(f"{name} {_version(name)}" for name in PACKAGES),
         f"device     cpu, {torch.get_num_threads()} threads, {_cpu_features()}",
         f"compiler   {_compiler()}",

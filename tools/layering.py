@@ -19,7 +19,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "__main__": ("*",),
     "cli": ("*",),
     "bench": ("engine",),
-    "environment": ("",),
+    "environment": (),
     "api": ("chat", "engine"),
     "chat": ("engine.client", "loader.hub", "loader.gguf_file"),
     "engine": (),

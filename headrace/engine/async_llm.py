@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from itertools import count
 from typing import Any
 
 from headrace.engine.client import Stream
@@ -40,6 +41,7 @@ class AsyncLLM:
         self._loop = asyncio.get_running_loop()
         self._listeners: dict[Stream, _Listener] = {}
         self._ids: dict[str, Stream] = {}
+        self._names = map(str, count())
         self._dead: BaseException | None = None
         self._report: dict[str, Any] = {}
         self._engine: LocalEngine | None = LocalEngine(make_config(model, settings), self._publish)
@@ -68,6 +70,9 @@ class AsyncLLM:
             EngineDeadError: the engine broke or was shut down.
         """
         engine = self._alive()
+        if request_id is None:
+            # Clients choose ids as well, perhaps numbers too.
+            request_id = next(name for name in self._names if name not in self._ids)
         prepared = engine.frontend.prepare(
             prompt, sampling_params or SamplingParams(), request_id=request_id, priority=priority
         )

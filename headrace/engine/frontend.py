@@ -127,6 +127,13 @@ class Frontend:
         Raises:
             BadRequestError: they cannot be served; `param` names the field.
         """
+        if not isinstance(params, SamplingParams):
+            raise BadRequestError(
+                f"sampling_params must be SamplingParams, got {type(params).__name__}",
+                "sampling_params",
+            )
+        if type(priority) is not int:
+            raise BadRequestError(f"priority must be an integer, got {priority!r}", "priority")
         if priority and self.config.scheduling_policy != "priority":
             raise BadRequestError("priority needs scheduling_policy='priority'", "priority")
         if params.stop and self.tokenizer is None:
@@ -153,8 +160,10 @@ class Frontend:
         salt = ""
         if isinstance(prompt, Mapping):
             salt = prompt.get("cache_salt") or ""
-            if not isinstance(salt, str):
-                raise BadRequestError(f"cache_salt must be a string, got {salt!r}", "cache_salt")
+            if not isinstance(salt, str) or not _is_unicode(salt):
+                raise BadRequestError(
+                    f"cache_salt must be a string of valid Unicode, got {salt!r}", "cache_salt"
+                )
             keys = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
             if not keys:
                 raise BadRequestError("a prompt needs the key prompt or prompt_token_ids", "prompt")
@@ -199,3 +208,8 @@ class Frontend:
                 f"(size {vocab})",
                 "prompt_token_ids",
             )
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether the text has no lone surrogates, which cannot be encoded."""
+    return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)

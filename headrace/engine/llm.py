@@ -71,12 +71,18 @@ class LLM:
         """
         engine = self._alive()
         batch = _as_list(prompts)
-        params = _one_each("sampling_params", sampling_params or SamplingParams(), len(batch))
+        sampling_params = SamplingParams() if sampling_params is None else sampling_params
+        params = _one_each("sampling_params", sampling_params, len(batch))
         priorities = _one_each("priority", 0 if priority is None else priority, len(batch))
-        prepared = [
-            engine.frontend.prepare(prompt, param, priority=p)
-            for prompt, param, p in zip(batch, params, priorities, strict=True)
-        ]
+        prepared = []
+        for prompt, param, rank in zip(batch, params, priorities, strict=True):
+            try:
+                prepared.append(engine.frontend.prepare(prompt, param, priority=rank))
+            except BadRequestError as error:
+                if len(batch) == 1:
+                    raise
+                which = f"prompt {len(prepared)} of {len(batch)} (counted from 0)"
+                raise BadRequestError(f"{which}: {error}", error.param) from error
         return self._run(engine, prepared, use_tqdm)
 
     def stream(
@@ -207,7 +213,7 @@ class LLM:
                 while open_ones:
                     # Another call's steps may have brought news of these.
                     if not inbox:
-                        self._step(engine)
+                        self._step(self._alive())
                     touched = inbox.copy()
                     inbox.clear()
                     for stream in touched:
@@ -224,7 +230,9 @@ class LLM:
 
     def _close(self, engine: LocalEngine, session: Session, abort: bool) -> None:
         del self._inboxes[session.stream]
-        engine.close(session, abort)
+        # A stream may be dropped after the engine was shut down.
+        if self._engine is not None:
+            engine.close(session, abort)
 
     def _step(self, engine: LocalEngine) -> None:
         try:
@@ -290,15 +298,18 @@ def deferred_interrupt() -> Iterator[threading.Event]:
 
 
 def _bar(total: int, show: bool) -> Any:
-    return tqdm(total=total, disable=not show, desc="Prompts", unit="prompt", dynamic_ncols=True)
+    return tqdm(
+        total=total, disable=not (show and total), desc="Prompts", unit="prompt", dynamic_ncols=True
+    )
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, or several, as a list. A list of integers is one prompt."""
-    if isinstance(prompts, str | Mapping):
+    """One prompt, or several, as a list. A list of numbers is one prompt."""
+    # What is neither is refused with the reason, as one prompt.
+    if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes):
         return [prompts]
     items: list[Any] = list(prompts)
-    if items and isinstance(items[0], int):
+    if items and isinstance(items[0], int | float):
         return [items]
     return items
 

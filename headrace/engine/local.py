@@ -32,8 +32,9 @@ def make_config(model: str, settings: dict[str, Any]) -> EngineConfig:
         raise ConfigError(
             f"unknown setting {', '.join(unknown)}; known are {', '.join(sorted(known))}"
         )
-    given = settings | {"model": model}
-    return EngineConfig(**{name: str(v) if isinstance(v, Path) else v for name, v in given.items()})
+    given: dict[str, Any] = settings | {"model": model}
+    given |= {name: str(value) for name, value in given.items() if isinstance(value, Path)}
+    return EngineConfig(**given)
 
 
 class LocalEngine:

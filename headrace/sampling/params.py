@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from headrace.engine.errors import BadRequestError
 
 MAX_SEED = 2**64
+MAX_TEMPERATURE = 3.4e38
+"""The device holds it as float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +37,13 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        if not _is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        if not isinstance(stop, Sequence) or any(not isinstance(s, str) or not s for s in stop):
+            raise BadRequestError(
+                f"stop must be a non-empty string or a list of such, got {self.stop!r}", "stop"
+            )
+        object.__setattr__(self, "stop", tuple(stop))
+        if not _is_number(self.temperature) or not 0 <= self.temperature <= MAX_TEMPERATURE:
             raise BadRequestError(
                 f"temperature must be a finite number >= 0, got {self.temperature!r}", "temperature"
             )
@@ -51,10 +57,11 @@ class SamplingParams:
             raise BadRequestError(
                 f"seed must be a 64-bit integer or None, got {self.seed!r}", "seed"
             )
-        if any(not isinstance(s, str) or not s for s in stop):
-            raise BadRequestError(
-                f"stop must be a non-empty string or a list of such, got {self.stop!r}", "stop"
-            )
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise BadRequestError(
+                    f"{name} must be true or false, got {getattr(self, name)!r}", name
+                )
 
 
 def _is_int(value: object) -> bool:

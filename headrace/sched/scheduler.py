@@ -22,6 +22,8 @@ from headrace.sched.request import ABORTED, Bound, Ended, NewRequest, Publish, R
 
 log = logging.getLogger(__name__)
 
+NO_TOKEN = "no token could be drawn: the model's logits are not numbers"
+
 
 @dataclass(slots=True)
 class Counters:
@@ -394,7 +396,7 @@ class Scheduler:
         prompt = len(request.new.prompt)
         generated = int(self.rows.known_lo[request.row]) - prompt
         self.head_room.finished(generated, request.new.limit - prompt)
-        self._end(request, why)
+        self._end(request, why, NO_TOKEN if why == ERROR else "")
 
     def _end(self, request: Request, why: int, message: str = "") -> None:
         """Takes the request from wherever it is and says so."""

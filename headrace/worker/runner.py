@@ -58,6 +58,8 @@ class ModelRunner:
         """Applies the plan's diffs and computes its tokens."""
         staged = self._staging.upload(plan)
         self.rows.apply(staged)
+        # Here, not where it is read: a plan of chunks alone samples nothing.
+        self._random[plan.admit_row] = plan.admit_temp != 0
         step = build_inputs(staged, self.rows, self.groups)
         for group in self.groups:
             group.backend.plan(step, group)
@@ -87,10 +89,5 @@ class ModelRunner:
             temperature_S,
             self.rows.seed[rows_S],
             position_S,
-            any_random=self._any_random(staged),
+            any_random=bool(self._random[staged.plan.rows].any()),
         )
-
-    def _any_random(self, staged: Staged) -> bool:
-        plan = staged.plan
-        self._random[plan.admit_row] = plan.admit_temp != 0
-        return bool(self._random[plan.rows].any())
