@@ -1,7 +1,7 @@
 # Needs Python 3.11 or newer, make and a C compiler. Everything is installed into .venv, nothing outside.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint format clean
+.PHONY: help demo test test-slow lint kernels format clean
 
 PYTHON ?= python3
 PROMPT = Explain in one sentence why the sky is blue.
@@ -18,6 +18,7 @@ help:
 	@echo 'make test                 lint, types, layering, budgets and the quick tests'
 	@echo 'make test-slow            the slow tests'
 	@echo 'make lint                 lint, types, layering and budgets'
+	@echo 'make kernels              compile the Triton kernels for all GPUs; needs none'
 	@echo 'make format               format the sources'
 	@echo 'make clean                remove .venv and all caches'
 	@echo 'PYTHON=python3.12 make ... picks the interpreter of a new .venv'
@@ -37,6 +38,9 @@ lint: .venv/.dev
 	$(BIN)/mypy
 	$(BIN)/python tools/layering.py
 	$(BIN)/python tools/budget.py
+
+kernels: .venv/.dev
+	$(BIN)/python tools/aot.py
 
 format: .venv/.dev
 	$(BIN)/ruff check --fix .
@@ -66,4 +70,6 @@ clean:
 .venv/.dev: .venv/.demo
 	@echo 'Installing the tools of development'
 	@$(PIP) -e '.[dev]'
+	@# A CPU build of torch brings no Triton; the kernels run in its interpreter and are compiled, without a GPU.
+	@[ "$$(uname)" != Linux ] || $(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) triton==3.6.0
 	@touch $@

@@ -310,7 +310,9 @@ def _stream(llm: "LLM", prompt: "Prompt", params: "SamplingParams") -> Answer:
 def _params(max_tokens: int, temperature: float, ignore_eos: bool = False) -> "SamplingParams":
     from headrace.sampling.params import SamplingParams
 
-    return SamplingParams(temperature, max_tokens=max_tokens or None, ignore_eos=ignore_eos)
+    return SamplingParams(
+        temperature=temperature, max_tokens=max_tokens or None, ignore_eos=ignore_eos
+    )
 
 
 def _own_name() -> str:

@@ -18,9 +18,10 @@ from headrace.config import EngineConfig
 from headrace.engine.client import Router, Stream
 from headrace.engine.errors import BadRequestError
 from headrace.engine.outputs import CompletionOutput, RequestOutput
+from headrace.sampling.indices import check_ids
 from headrace.sampling.noise import derive_seed
 from headrace.sampling.params import SamplingParams
-from headrace.sched.plan import MAX_STOP_IDS
+from headrace.sched.plan import MAX_EOS_IDS, MAX_STOP_IDS
 from headrace.sched.request import NewRequest
 
 if TYPE_CHECKING:
@@ -56,22 +57,33 @@ class Session:
         self.whole = CompletionOutput(0, "", [])
         params = prepared.params
         self._detok = None
-        if tokenizer is not None:
-            self._detok = Detokenizer(tokenizer, params.skip_special_tokens, params.stop or ())
+        self._stop_ids = frozenset(params.stop_token_ids or ())
+        if tokenizer is not None and params.detokenize:
+            self._detok = Detokenizer(
+                tokenizer,
+                params.skip_special_tokens,
+                params.stop or (),
+                params.include_stop_str_in_output,
+            )
 
     def update(self, router: Router) -> CompletionOutput:
         """Takes what arrived since the last call: new text and tokens, and the reasons if it is
         over.
         """
         ids = router.take(self.stream)
-        reason, stopped, text = self.stream.finish_reason, None, ""
+        reason, text = self.stream.finish_reason, ""
+        stopped: str | int | None = None
+        if reason == "stop" and ids and ids[-1] in self._stop_ids:
+            stopped = ids[-1]
         if self._detok is not None:
             before = self._detok.consumed
-            text = self._detok.push(ids)
+            # The token that ends the output belongs to its ids, not to its text.
+            silent = reason == "stop" and not self.prepared.params.include_stop_str_in_output
+            text = self._detok.push(ids[:-1] if silent else ids)
             if reason is not None:
                 text += self._detok.finish()
-            stopped = self._detok.stopped
-            if stopped is not None:
+            if self._detok.stopped is not None:
+                stopped = self._detok.stopped
                 ids = ids[: self._detok.consumed - before]
                 self.own_end = reason is None
                 reason = "stop"
@@ -111,7 +123,7 @@ class Frontend:
     def __init__(self, config: EngineConfig, info: EngineInfo, tokenizer: Tokenizer | None) -> None:
         self.config, self.info, self.tokenizer = config, info, tokenizer
         self.eos_ids = info.eos_ids or tuple(sorted(tokenizer.eos_ids if tokenizer else ()))
-        self.eos_ids = self.eos_ids[:MAX_STOP_IDS]
+        self.eos_ids = self.eos_ids[:MAX_EOS_IDS]
         self._requests = count()
 
     def prepare(
@@ -148,12 +160,20 @@ class Frontend:
             prompt=np.array(ids, np.int32),
             limit=len(ids) + min(allowed, params.max_tokens or allowed),
             temperature=params.temperature,
+            top_k=min(max(params.top_k, 0), self.info.vocab_logits),
+            top_p=params.top_p,
+            min_p=params.min_p,
             seed=seed % 2**64,
-            stop_ids=() if params.ignore_eos else self.eos_ids,
+            stop_ids=self._stop_ids(params),
             priority=priority,
             salt=salt,
         )
         return Prepared(new, text, params, str(number) if request_id is None else request_id)
+
+    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        own = params.stop_token_ids or ()
+        check_ids("stop_token_ids", own, self.info.vocab_logits, MAX_STOP_IDS - MAX_EOS_IDS)
+        return tuple(dict.fromkeys([*own, *(() if params.ignore_eos else self.eos_ids)]))
 
     def _read(self, prompt: Prompt) -> tuple[str | None, Sequence[int], str]:
         """Text if there is any, token ids, cache salt."""
@@ -187,12 +207,10 @@ class Frontend:
             raise BadRequestError(
                 f"a prompt must be text or token ids, got {type(ids).__name__}", "prompt"
             )
-        if any(type(i) is not int for i in ids):
-            raise BadRequestError("prompt_token_ids must be integers", "prompt_token_ids")
         return ids
 
     def _check_ids(self, ids: Sequence[int]) -> None:
-        longest, vocab = self.info.max_model_len, self.info.vocab_embed
+        longest = self.info.max_model_len
         if not ids:
             raise BadRequestError("the prompt is empty: it has no tokens", "prompt")
         if len(ids) >= longest:
@@ -201,13 +219,7 @@ class Frontend:
                 "shorten it or raise max_model_len",
                 "prompt",
             )
-        if min(ids) < 0 or max(ids) >= vocab:
-            bad = [i for i in ids if not 0 <= i < vocab][:10]
-            raise BadRequestError(
-                f"token_id(s) {bad} in prompt_token_ids are outside the model vocabulary "
-                f"(size {vocab})",
-                "prompt_token_ids",
-            )
+        check_ids("prompt_token_ids", ids, self.info.vocab_embed)
 
 
 def _is_unicode(text: str) -> bool:

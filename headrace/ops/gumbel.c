@@ -1,7 +1,8 @@
 /* Greedy and Gumbel-max sampling on the CPU: for each row, argmax over v of x[v] / T + gumbel(v).
  *
  * Plain loops over tiles of 256 lanes, written so that gcc makes vector code of each; noise.py says
- * what words and gumbel are. One thread owns a row, so a row's result cannot know its batch. */
+ * what words and gumbel are. One thread owns a row, so a row's result cannot know its batch. Logits
+ * below the row's floor count as -inf; a tile of nothing else needs no noise. */
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -74,14 +75,19 @@ static void load(const void *src, int bf16, int64_t n, float *restrict x) {
 
 /* Ties go to the lowest id; a row that holds a NaN, or nothing but -inf, gives -1. */
 static int64_t sample_row(const char *row, int bf16, int64_t vocab, int random, float temperature,
-                          uint64_t seed, uint32_t position) {
+                          uint64_t seed, uint32_t position, float floor) {
     float x[TILE];
     uint32_t w[TILE];
     int32_t best = order(-INFINITY), nan = 0;
     int64_t id = -1;
     for (int64_t i = 0; i < vocab; i += TILE) {
         load(row + i * (bf16 ? 2 : 4), bf16, vocab - i < TILE ? vocab - i : TILE, x);
-        if (random) {
+        int32_t some = 0;
+        for (int j = 0; j < TILE; j++) {
+            x[j] = x[j] < floor ? -INFINITY : x[j];
+            some |= x[j] != -INFINITY;
+        }
+        if (some && random) {
             tile_words(seed, 0, position, 0, (uint32_t)i, w);
             for (int j = 0; j < TILE; j++) x[j] = x[j] / temperature + gumbel(w[j]);
         }
@@ -96,17 +102,19 @@ static int64_t sample_row(const char *row, int bf16, int64_t vocab, int random, 
     return nan ? -1 : id;
 }
 
-/* temperature NULL: every row is greedy; else rows below `coldest` are. Stride in elements. */
+/* temperature NULL: every row is greedy; else rows below `coldest` are. floor NULL: none. Stride in
+ * elements. */
 void hr_sample(const char *logits, int bf16, int64_t rows, int64_t vocab, int64_t stride,
                const float *temperature, float coldest, const int64_t *seed,
-               const int64_t *position, int64_t *ids, int threads) {
+               const int64_t *position, const float *floor, int64_t *ids, int threads) {
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
     for (int64_t r = 0; r < rows; r++) {
         int random = temperature && temperature[r] >= coldest;
         const char *row = logits + r * stride * (bf16 ? 2 : 4);
-        ids[r] = !random ? sample_row(row, bf16, vocab, 0, 1.0f, 0, 0)
+        float least = floor ? floor[r] : -INFINITY;
+        ids[r] = !random ? sample_row(row, bf16, vocab, 0, 1.0f, 0, 0, least)
                          : sample_row(row, bf16, vocab, 1, temperature[r], (uint64_t)seed[r],
-                                      (uint32_t)position[r]);
+                                      (uint32_t)position[r], least);
     }
 }
 

@@ -1,7 +1,7 @@
 """Draws one token a row: argmax over v of logits[v] / T + Gumbel noise at the address of v.
 
-`greedy` and `draw` run the C text beside this file on CPU tensors of float32 and bfloat16, and
-otherwise `greedy_reference` and `draw_reference`, which take any device and never synchronise.
+`greedy` and `draw` run the C text beside this file on CPU tensors of float32 and bfloat16, Triton
+on a GPU, otherwise `greedy_reference` and `draw_reference`: any device, and never synchronising.
 The words of noise are the same integers everywhere. The last bits of their logarithms are not: ids
 of the two implementations may differ where the two best scores are within a few ulp.
 It must not import anything of `headrace.sampling` but the text of Philox and the addresses.
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.ops import cbuild
+from headrace.ops import cbuild, triton
 from headrace.sampling.noise import BELOW_ONE, MASK32, NoiseAddress, Stream, philox4x32
 
 SOURCE = Path(__file__).with_suffix(".c")
@@ -27,7 +27,7 @@ TILE = 4096
 """Vocabulary ids the reference holds in fp32 at once; a multiple of 4, as Philox makes 4 words."""
 
 _POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-_SAMPLE = (_POINTER, _INT, _LONG, _LONG, _LONG, _POINTER, ctypes.c_float, *[_POINTER] * 3, _INT)
+_SAMPLE = (_POINTER, _INT, _LONG, _LONG, _LONG, _POINTER, ctypes.c_float, *[_POINTER] * 4, _INT)
 _WORD = ctypes.c_uint32
 _WORDS = (ctypes.c_uint64, _WORD, _WORD, _WORD, _LONG, _POINTER)
 _SIGNATURES = {
@@ -65,11 +65,21 @@ def gumbel(u: Tensor) -> Tensor:
 
 def greedy(logits_SV: Tensor) -> Tensor:
     """Ids i64 `[S]` of the largest logits, the lowest where several are; see `draw` for -1."""
+    if triton.runs(logits_SV):
+        from headrace.ops.triton import gumbel as kernels
+
+        return kernels.greedy(logits_SV)
     lib = _library(logits_SV)
     return greedy_reference(logits_SV) if lib is None else _run(lib, logits_SV, None)
 
 
-def draw(logits_SV: Tensor, temperature_S: Tensor, seed_S: Tensor, position_S: Tensor) -> Tensor:
+def draw(
+    logits_SV: Tensor,
+    temperature_S: Tensor,
+    seed_S: Tensor,
+    position_S: Tensor,
+    floor_S: Tensor | None = None,
+) -> Tensor:
     """Samples a token a row with the noise of (seed, TARGET, position, attempt 0, lane = id).
 
     Args:
@@ -77,15 +87,20 @@ def draw(logits_SV: Tensor, temperature_S: Tensor, seed_S: Tensor, position_S: T
         temperature_S: f32 `[S]`; a row below `MIN_TEMPERATURE` is greedy.
         seed_S: i64 `[S]`, 64-bit seeds in two's complement.
         position_S: i64 `[S]`, absolute index of the token being sampled.
+        floor_S: f32 `[S]` of `filters.floors`: lesser logits count as -inf. None: no floors.
 
     Returns:
         i64 `[S]` ids in [0, V), or -1 for a row that holds a NaN or nothing but -inf. Ties go to
         the lowest id. A row's id depends on nothing but that row's arguments.
     """
+    if triton.runs(logits_SV):
+        from headrace.ops.triton import gumbel as kernels
+
+        return kernels.draw(logits_SV, temperature_S, seed_S, position_S, floor_S)
     lib = _library(logits_SV)
     if lib is None:
-        return draw_reference(logits_SV, temperature_S, seed_S, position_S)
-    return _run(lib, logits_SV, (temperature_S, seed_S, position_S))
+        return draw_reference(logits_SV, temperature_S, seed_S, position_S, floor_S)
+    return _run(lib, logits_SV, (temperature_S, seed_S, position_S, floor_S))
 
 
 def greedy_reference(logits_SV: Tensor) -> Tensor:
@@ -99,6 +114,7 @@ def draw_reference(
     temperature_S: Tensor,
     seed_S: Tensor,
     position_S: Tensor,
+    floor_S: Tensor | None = None,
     tile: int = TILE,
 ) -> Tensor:
     """`draw` in torch, on any device, in tiles of `tile` ids (a multiple of 4)."""
@@ -107,9 +123,11 @@ def draw_reference(
     best_S = torch.full_like(temperature_S, -torch.inf)
     id_S = torch.zeros_like(seed_S)
     for start in range(0, logits_SV.shape[1], tile):
-        logits = logits_SV[:, start : start + tile]
+        logits = logits_SV[:, start : start + tile].float()
+        if floor_S is not None:
+            logits = logits.masked_fill(logits < floor_S[:, None], -torch.inf)
         noise = gumbel(uniform(_lanes(seed_S, position_S, start, logits.shape[1])))
-        score = logits.float() / temperature_S1 + torch.where(random_S1, noise, 0)
+        score = logits / temperature_S1 + torch.where(random_S1, noise, 0)
         top_S, at_S = score.max(dim=1)
         better_S = (top_S > best_S) | top_S.isnan()
         best_S = torch.where(better_S, top_S, best_S)
@@ -159,22 +177,26 @@ def compiled(source: Path) -> ctypes.CDLL | None:
 
 
 def _run(
-    lib: ctypes.CDLL, logits_SV: Tensor, draws: tuple[Tensor, Tensor, Tensor] | None
+    lib: ctypes.CDLL,
+    logits_SV: Tensor,
+    draws: tuple[Tensor, Tensor, Tensor, Tensor | None] | None,
 ) -> Tensor:
     rows, vocab = logits_SV.shape
     ids_S = torch.empty(rows, dtype=torch.int64)
-    held = [t.contiguous() for t in draws or ()]  # keeps alive what the pointers point to
-    pointers = [t.data_ptr() for t in held] or [0, 0, 0]
+    given = draws or (None, None, None, None)
+    held = [None if t is None else t.contiguous() for t in given]  # keeps what is pointed to
+    temperature, seed, position, floor = (0 if t is None else t.data_ptr() for t in held)
     lib.hr_sample(
         logits_SV.data_ptr(),
         logits_SV.dtype == torch.bfloat16,
         rows,
         vocab,
         logits_SV.stride(0),
-        pointers[0],
+        temperature,
         MIN_TEMPERATURE,
-        pointers[1],
-        pointers[2],
+        seed,
+        position,
+        floor,
         ids_S.data_ptr(),
         torch.get_num_threads(),
     )

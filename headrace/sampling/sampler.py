@@ -7,10 +7,21 @@ by `headrace.ops.gumbel`; this module must not import the engine, the scheduler 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from headrace.ops import gumbel
+from headrace.ops.filters import floors
+
+
+class Filters(NamedTuple):
+    """Which tokens of a row may be drawn: top_k_S i32, top_p_S f32, min_p_S f32, `[S]` each."""
+
+    top_k_S: Tensor
+    top_p_S: Tensor
+    min_p_S: Tensor
 
 
 class Sampler:
@@ -24,6 +35,7 @@ class Sampler:
         position_S: Tensor,
         *,
         any_random: bool,
+        filters: Filters | None = None,
     ) -> Tensor:
         """Samples one token a row, without waiting for the device.
 
@@ -35,6 +47,7 @@ class Sampler:
                 token produced, not of the one consumed); in [0, 2^32).
             any_random: False promises that no row has a temperature above 0; the other arguments
                 are then not read. True is right for any batch.
+            filters: None promises that no row filters.
 
         Returns:
             i64 `[S]` ids in [0, V), or -1 for a row that cannot be sampled: it holds a NaN, or
@@ -47,7 +60,11 @@ class Sampler:
         _check(logits_SV, temperature_S, seed_S, position_S)
         if not any_random:
             return gumbel.greedy(logits_SV)
-        return gumbel.draw(logits_SV, temperature_S, seed_S, position_S)
+        floor_S = None
+        if filters is not None:
+            _check_filters(filters, temperature_S)
+            floor_S = floors(logits_SV, temperature_S, *filters)
+        return gumbel.draw(logits_SV, temperature_S, seed_S, position_S, floor_S)
 
 
 def _check(logits_SV: Tensor, temperature_S: Tensor, seed_S: Tensor, position_S: Tensor) -> None:
@@ -63,3 +80,10 @@ def _check(logits_SV: Tensor, temperature_S: Tensor, seed_S: Tensor, position_S:
             expected = f"{dtype} [{logits_SV.shape[0]}] on {logits_SV.device}"
             got = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
             raise ValueError(f"{name} must be {expected}, got {got}")
+
+
+def _check_filters(filters: Filters, temperature_S: Tensor) -> None:
+    for name, tensor in filters._asdict().items():
+        dtype = torch.int32 if name == "top_k_S" else torch.float32
+        if tensor.shape != temperature_S.shape or tensor.dtype != dtype:
+            raise ValueError(f"{name} must be {dtype} {tuple(temperature_S.shape)}")

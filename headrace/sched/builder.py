@@ -130,10 +130,16 @@ class PlanBuilder:
             "admit_len": np.array([len(tokens) for tokens in known], np.int32),
             "admit_computed": np.array(computed, np.int32),
             "admit_limit": np.array([request.limit for request in new], np.int32),
-            "admit_temp": np.array([request.temperature for request in new], np.float32).view(
-                np.int32
-            ),
+            "admit_temp": _bits([request.temperature for request in new]),
+            "admit_top_k": np.array([request.top_k for request in new], np.int32),
+            "admit_top_p": _bits([request.top_p for request in new]),
+            "admit_min_p": _bits([request.min_p for request in new]),
             "admit_seed": seeds.view(np.int32),
             "admit_stop": stops.ravel(),
             "admit_tokens": np.concatenate(known),
         }
+
+
+def _bits(values: list[float]) -> Ints:
+    """float32 values as the int32 words of a plan."""
+    return np.array(values, np.float32).view(np.int32)

@@ -21,8 +21,11 @@ SAMPLE = 1
 RUNNING, EOS, LENGTH, ERROR = 0, 1, 2, 3
 """Why a row stopped, as the device sees it (`StepResult.why`)."""
 
-MAX_STOP_IDS = 8
-"""Token ids that end a row, on the device."""
+MAX_EOS_IDS = 8
+"""End-of-sequence ids of a model."""
+
+MAX_STOP_IDS = 128 + MAX_EOS_IDS
+"""Token ids that end a row, on the device: a request's own and the model's."""
 
 MAGIC = 0x48520001
 
@@ -91,7 +94,8 @@ class StepPlan(Packed):
     admit_len: `[a]` tokens known of it; admit_computed: `[a]` of these, already in the cache by a
         prefix hit.
     admit_limit: `[a]` total tokens at which it ends by length.
-    admit_temp: `[a]` temperature, float32 bits. admit_seed: `[2 a]` seed, low and high word.
+    admit_temp, admit_top_p, admit_min_p: `[a]` float32 bits. admit_top_k: `[a]`, 0 for off.
+    admit_seed: `[2 a]` seed, low and high word.
     admit_stop: `[a * MAX_STOP_IDS]` token ids that end it, padded with -1.
     admit_tokens: the known tokens of all new rows, one after the other.
     """
@@ -113,6 +117,9 @@ class StepPlan(Packed):
         "admit_computed",
         "admit_limit",
         "admit_temp",
+        "admit_top_k",
+        "admit_top_p",
+        "admit_min_p",
         "admit_seed",
         "admit_stop",
         "admit_tokens",
@@ -133,6 +140,9 @@ class StepPlan(Packed):
     admit_computed: Ints
     admit_limit: Ints
     admit_temp: Ints
+    admit_top_k: Ints
+    admit_top_p: Ints
+    admit_min_p: Ints
     admit_seed: Ints
     admit_stop: Ints
     admit_tokens: Ints

@@ -21,7 +21,8 @@ class NewRequest:
     handle: 64-bit name chosen by the client process.
     prompt: int32 token ids, at least one.
     limit: total tokens, prompt included, at which it ends.
-    temperature, seed: of its draws; the seed is an unsigned 64-bit number.
+    temperature, top_k (0: off), top_p, min_p, seed: of its draws; the seed is an unsigned 64-bit
+        number.
     stop_ids: token ids that end it, MAX_STOP_IDS at most.
     priority: lower goes first, under the priority policy.
     salt: requests with different salts share no cached pages.
@@ -31,6 +32,9 @@ class NewRequest:
     prompt: Ints
     limit: int
     temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
     seed: int = 0
     stop_ids: tuple[int, ...] = ()
     priority: int = 0

@@ -19,8 +19,8 @@ class Rows:
 
     tokens: i32 `[R, max_len]` known tokens. len: i32 `[R]` tokens in the cache. alive: bool `[R]`.
     limit: i32 `[R]` tokens at which a row ends. stop: i32 `[R, MAX_STOP_IDS]`, padded with -1.
-    temperature: f32 `[R]`. seed: i64 `[R]`, two's complement. tables: i32 `[R, max_pages]` for each
-    KV group.
+    temperature, top_p, min_p: f32 `[R]`. top_k: i32 `[R]`. seed: i64 `[R]`, two's complement.
+    tables: i32 `[R, max_pages]` for each KV group.
     """
 
     def __init__(self, arena: Arena, max_rows: int, max_len: int, max_pages: list[int]) -> None:
@@ -30,15 +30,17 @@ class Rows:
             ((max_rows,), i32),
             ((max_rows,), i32),
             ((max_rows, MAX_STOP_IDS), i32),
-            ((max_rows,), torch.float32),
+            ((max_rows,), i32),
+            *[((max_rows,), torch.float32)] * 3,
             ((max_rows,), torch.int64),
             ((max_rows,), torch.bool),
             *(((max_rows, pages), i32) for pages in max_pages),
         ]
         views = carve(arena.allocate("state", carved_bytes(layout)).tensor, layout)
         self.tokens, self.len, self.limit, self.stop = views[:4]
-        self.temperature, self.seed, self.alive = views[4:7]
-        self.tables = tuple(views[7:])
+        self.top_k, self.temperature, self.top_p, self.min_p = views[4:8]
+        self.seed, self.alive = views[8:10]
+        self.tables = tuple(views[10:])
         self.max_len = max_len
         for view in (self.len, self.alive, *self.tables):
             view.zero_()
@@ -98,7 +100,10 @@ class Rows:
         self.len[rows] = staged["admit_computed"]
         self.limit[rows] = staged["admit_limit"]
         self.stop[rows] = staged["admit_stop"].view(-1, MAX_STOP_IDS)
+        self.top_k[rows] = staged["admit_top_k"]
         self.temperature[rows] = staged["admit_temp"].view(torch.float32)
+        self.top_p[rows] = staged["admit_top_p"].view(torch.float32)
+        self.min_p[rows] = staged["admit_min_p"].view(torch.float32)
         low, high = staged["admit_seed"].view(-1, 2).long().unbind(1)
         self.seed[rows] = (low & 0xFFFFFFFF) | (high << 32)
         self.alive[rows] = True

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace.models.base import Decoder
-from headrace.sampling.sampler import Sampler
+from headrace.sampling.sampler import Filters, Sampler
 from headrace.sched.plan import StepPlan
 from headrace.worker.inputs import GroupInputs, build_inputs
 from headrace.worker.results import Results
@@ -43,15 +43,16 @@ class ModelRunner:
         self.results = Results()
         self._sampler = Sampler()
         self._staging = Staging(device)
-        self._random = np.zeros(
-            len(rows.len), np.bool_
-        )  # rows that draw at random, as the host knows
+        # As the host knows it: rows that draw at random, and of these the ones that filter.
+        self._random = np.zeros(len(rows.len), np.bool_)
+        self._filters = np.zeros(len(rows.len), np.bool_)
         self._forwarded: Forwarded | None = None
         # The first draw compiles the kernel: now, not when the first request waits for it.
         one = torch.ones(1, device=device)
         zero = torch.zeros(1, dtype=torch.int64, device=device)
         logits = torch.zeros(1, 16, dtype=model.spec.dtype, device=device)
-        self._sampler.sample(logits, one, zero, zero, any_random=True)
+        filters = Filters(zero.int(), one, one)
+        self._sampler.sample(logits, one, zero, zero, any_random=True, filters=filters)
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> None:
@@ -59,7 +60,7 @@ class ModelRunner:
         staged = self._staging.upload(plan)
         self.rows.apply(staged)
         # Here, not where it is read: a plan of chunks alone samples nothing.
-        self._random[plan.admit_row] = plan.admit_temp != 0
+        self._note_wishes(plan)
         step = build_inputs(staged, self.rows, self.groups)
         for group in self.groups:
             group.backend.plan(step, group)
@@ -84,10 +85,23 @@ class ModelRunner:
         # The token sampled will stand at the index after the tokens computed.
         position_S = (self.rows.len[rows_S] + q_len_S).long()
         temperature_S = self.rows.temperature[rows_S]
+        filters = None
+        if self._filters[staged.plan.rows].any():
+            rows = self.rows
+            filters = Filters(rows.top_k[rows_S], rows.top_p[rows_S], rows.min_p[rows_S])
         return self._sampler.sample(
             self.model.logits(hidden_SC),
             temperature_S,
             self.rows.seed[rows_S],
             position_S,
             any_random=bool(self._random[staged.plan.rows].any()),
+            filters=filters,
         )
+
+    def _note_wishes(self, plan: StepPlan) -> None:
+        """Remembers what new rows ask of the sampler: a pass runs only where some row asks."""
+        admitted = plan.admit_row
+        random = plan.admit_temp != 0
+        top_p, min_p = plan.admit_top_p.view(np.float32), plan.admit_min_p.view(np.float32)
+        self._random[admitted] = random
+        self._filters[admitted] = random & ((plan.admit_top_k > 0) | (top_p < 1) | (min_p > 0))

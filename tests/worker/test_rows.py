@@ -33,6 +33,9 @@ def admission(row: int, known: list[int], computed: int, limit: int, **more: int
         "admit_computed": i32(computed),
         "admit_limit": i32(limit),
         "admit_temp": np.array([0.5], np.float32).view(np.int32),
+        "admit_top_k": i32(7),
+        "admit_top_p": np.array([0.25], np.float32).view(np.int32),
+        "admit_min_p": np.array([0.125], np.float32).view(np.int32),
         "admit_seed": seed.view(np.int32),
         "admit_stop": stops,
         "admit_tokens": i32(*known),
@@ -86,6 +89,7 @@ def test_a_row_from_admission_to_its_end() -> None:
     assert step.seq_lens.tolist() == [18] and (step.n_decode, step.max_q) == (0, 18)
     assert (n_emit, why) == ([0], [0])
     assert rows.seed[2] == -5 and rows.temperature[2] == 0.5
+    assert (rows.top_k[2], rows.top_p[2], rows.min_p[2]) == (7, 0.25, 0.125)
     decode = {"rows": i32(2), "gens": i32(0), "flags": i32(SAMPLE)}
     step, tokens, n_emit, why = submit(rows, inputs, staging, [9], **decode, q_len=i32(2))
     assert step.ids_N.tolist() == known[18:] and step.sample_S.tolist() == [1]
