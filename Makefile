@@ -11,7 +11,9 @@ demo: export DEMO_PROMPT := $(value PROMPT)
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
-PYTEST := $(BIN)/python -m pytest
+# One process a core and one thread each: threads of two processes that wait for each other on busy cores
+# take a hundred times as long.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 help:
 	@echo 'make demo [PROMPT="..."]  install, then generate text with a small model'

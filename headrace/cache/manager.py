@@ -87,8 +87,25 @@ class CacheManager:
 
         Its first `hit` pages were found; the rest is computed in chunks of at most `chunk` tokens.
         """
-        start, pages = max(0, tokens - chunk), -(-tokens // self.page_tokens)
-        return [max(0, pages - max(hit, self._behind(window, start))) for window in self.windows]
+        pages = -(-tokens // self.page_tokens)
+        needs = []
+        for window in self.windows:
+            need = pages - hit
+            if window is not None:
+                # What it holds is given back as the window moves on; the rest of the peak is new.
+                adopted = hit - self._behind(window, hit * self.page_tokens)
+                need = min(need, self._peak(window, pages, chunk) - adopted)
+            needs.append(max(0, need))
+        return needs
+
+    def _peak(self, window: int, pages: int, chunk: int) -> int:
+        """Most pages a sequence of `pages` pages has in a windowed group.
+
+        Two chunks may be in flight beyond the window before the first result lets pages go, and
+        both ends may cut a page.
+        """
+        page = self.page_tokens
+        return min(pages, (window - 1 + 2 * (page - 1) + 2 * chunk) // page + 1)
 
     def hash_known(self, lease: Lease, tokens: Ints) -> None:
         """Extends the chain over all full pages of `tokens`, the request's known tokens from its
@@ -131,6 +148,14 @@ class CacheManager:
         start, count = len(lease.pages[0]), -(-tokens // self.page_tokens)
         if not self.pool.can_allocate([max(0, count - start)] * len(self.groups)):
             return None
+        try:
+            return self._take(lease, start, count)
+        except MemoryError:
+            # With several groups, cached pages can hold sectors that another group needs whole.
+            self.pool.drop_cached()
+            return self._take(lease, start, count)
+
+    def _take(self, lease: Lease, start: int, count: int) -> list[tuple[int, int, int]]:
         added: list[tuple[int, int, int]] = []
         try:
             for group, pages in enumerate(lease.pages):
@@ -142,7 +167,7 @@ class CacheManager:
             for group, _, page in reversed(added):
                 lease.pages[group].pop()
                 self.pool.release(group, page, keep=False)
-            return None
+            raise
         return added
 
     def trim(self, lease: Lease, computed: int) -> None:

@@ -47,9 +47,9 @@ class PagePool:
     def can_allocate(self, needs: Sequence[int]) -> bool:
         """Whether `needs[g]` pages of every group g may be had together, by eviction if need be.
 
-        Exact with one group. With several a False is final, and a True can still end in a
-        MemoryError when a group takes its page from the last idle sector although a cached one of a
-        busy sector would have done.
+        Exact with one group, and with several once nothing is cached. Else, with several, a False
+        is final, and a True can end in a MemoryError when a group takes its page from the last idle
+        sector although a cached one of a busy sector would have done.
         """
         sectors = 0
         for group, need in enumerate(needs):

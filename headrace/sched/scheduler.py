@@ -22,6 +22,8 @@ from headrace.sched.request import ABORTED, Bound, Ended, NewRequest, Publish, R
 
 log = logging.getLogger(__name__)
 
+NO_ROOM = "the KV cache is too small for this request: give it more memory"
+MAX_EPOCH = 2**31 - 2
 NO_TOKEN = "no token could be drawn: the model's logits are not numbers"
 
 
@@ -139,7 +141,7 @@ class Scheduler:
         if not len(rows):
             self._builder.clear()
             return None
-        self._epoch += 1
+        self._epoch = self._epoch % MAX_EPOCH + 1
         plan = self._builder.pack(self._epoch, rows, q_len, self.rows)
         # From here on these prompt pages can be shared: later plans run after this one.
         host = self.rows
@@ -211,7 +213,8 @@ class Scheduler:
         ends = len_hi + take
         # In priority order, so that what a row takes is never taken from one before it.
         for index in np.flatnonzero(ends > host.pages[rows] * self.cache.page_tokens).tolist():
-            self._grow_or_preempt(int(rows[index]), int(ends[index]))
+            if not self._grow_or_preempt(int(rows[index]), int(ends[index])):
+                take[index] = 0
         keep = (take > 0) & host.running[rows]
         rows, take = rows[keep], take[keep]
         chunks = take > 1
@@ -227,9 +230,11 @@ class Scheduler:
         take[first] = np.clip(self.max_tokens - (np.cumsum(wants) - wants), 0, wants)
         return take
 
-    def _grow_or_preempt(self, row: int, tokens: int) -> None:
-        """Gives the row pages up to `tokens` tokens, at the cost of the rows that come last;
-        perhaps its own.
+    def _grow_or_preempt(self, row: int, tokens: int) -> bool:
+        """Gives the row pages up to `tokens` tokens, at the cost of the rows that come last.
+
+        False if it gets none: it was preempted itself, or it is the last one left and must wait
+        for its own plans in flight to let pages go.
         """
         while self.rows.running[row]:
             request = self._at(row)
@@ -237,8 +242,13 @@ class Scheduler:
             if added is not None:
                 self.rows.pages[row] = len(request.lease.pages[0])
                 self._builder.add_pages(row, added)
-                return
+                return True
+            if len(self._order) == 1:
+                if not self.rows.in_flight[row]:
+                    self._end(request, ERROR, NO_ROOM)
+                return False
             self._preempt(self._order[-1][1])
+        return False
 
     def _preempt(self, row: int) -> None:
         request = self._at(row)
@@ -290,6 +300,11 @@ class Scheduler:
                 self.counters.held_back += 1
                 continue
             chunk = self._try_admit(request, hit, budget)
+            if chunk == 0 and not self._order and not self._paused:
+                # It has all memory to itself: nothing will change by waiting.
+                chunk = self._admit_alone(request, budget)
+                if chunk == 0:
+                    continue
             if chunk == 0:
                 # Nobody overtakes the first that does not fit, or it might wait for ever.
                 held.append(request)
@@ -341,6 +356,16 @@ class Scheduler:
         self.counters.rows_reused += int(self.rows.gen[row] > 0)
         self.counters.prefix_queries += len(request.known)
         self.counters.prefix_hits += computed
+        return chunk
+
+    def _admit_alone(self, request: Request, budget: int) -> int:
+        """Admits a request without the pages it found, and with no others cached, or ends it."""
+        self.cache.pool.drop_cached()
+        chunk = self._try_admit(request, 0, budget)
+        if chunk == 0:
+            # It is out of the queue already, but not yet of its count.
+            self.waiting.push(request)
+            self._end(request, ERROR, NO_ROOM)
         return chunk
 
     def _lease(self, request: Request, hit: int, tokens: int) -> bool:

@@ -132,7 +132,9 @@ def test_fresh_counts_what_a_sequence_takes() -> None:
     assert cache.fresh(0, 17, chunk=100) == [5, 5]
     assert cache.fresh(3, 17, chunk=100) == [2, 2]
     # In chunks of one token the window group holds few pages at a time.
-    assert cache.fresh(0, 41, chunk=1) == [11, 3]
+    assert cache.fresh(0, 41, chunk=1) == [11, 4]
+    # Two pages of the window were found, and go as it moves on.
+    assert cache.fresh(9, 41, chunk=1) == [2, 2]
 
 
 def test_one_sequence_must_fit() -> None:

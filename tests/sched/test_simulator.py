@@ -15,6 +15,7 @@ import headrace.sched.scheduler as scheduler_module
 from headrace.cache.manager import CacheManager
 from headrace.cache.pool import PagePool
 from headrace.cache.spec import KVSpec
+from headrace.engine.errors import OutOfMemoryError
 from headrace.sched.plan import StepPlan
 from tests.sched.simulator import Setting, Simulation
 
@@ -48,15 +49,9 @@ def a_setting(rng: random.Random, number: int) -> Setting:
 def fits(setting: Setting) -> bool:
     try:
         Simulation(setting)
-    except scheduler_module_errors():
+    except OutOfMemoryError:
         return False
     return True
-
-
-def scheduler_module_errors() -> type[Exception]:
-    from headrace.engine.errors import OutOfMemoryError
-
-    return OutOfMemoryError
 
 
 def episode(seed: int, steps: int = STEPS) -> Counter:
@@ -100,6 +95,41 @@ def test_ten_thousand_random_steps() -> None:
     for event in ("preemptions", "hits", "aborted_in_flight", "window_frees", "rows_reused"):
         assert total[event] >= 100, f"{event}: {total[event]}"
     assert total["held_back"] > 0
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_one_sequence_at_a_time_in_the_least_cache(seed: int) -> None:
+    """Whatever `require` accepts must be enough, also after a prefix hit and at depth 2."""
+    rng = random.Random(seed)
+    window = rng.choice((1, 3, 4, 5, 10, 17, 33))
+    windowed = KVSpec(1, 8, "float32", window=window, page_tokens=4)
+    setting = Setting(
+        rng.choice(((windowed,), (FULL, windowed), (FULL, windowed, windowed))),
+        sectors=0,
+        max_rows=2,
+        max_tokens=rng.choice((1, 2, 3, 8, 16)),
+        max_len=rng.choice((63, 64, 96)),
+        depth=1 + seed % 2,
+    )
+    sectors = next(n for n in range(2, 1000) if fits(replace(setting, sectors=n)))
+    simulation = Simulation(replace(setting, sectors=sectors))
+    base = [rng.randrange(4, 97) for _ in range(setting.max_len)]
+    for _ in range(5):
+        simulation.add(base[: rng.randrange(1, setting.max_len)], setting.max_len, ignore_eos=True)
+        if rng.random() < 0.7:
+            simulation.drain(1500)
+    simulation.drain(1500)
+    assert all(reason == "length" for _, reason in simulation.done.values())
+
+
+def test_mutant_least_cache_counts_the_window_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def alone(self, window, pages, chunk):
+        return min(pages, (window - 1 + chunk) // self.page_tokens + 1)
+
+    monkeypatch.setattr(CacheManager, "_peak", alone)
+    with pytest.raises(AssertionError):
+        for seed in range(40):
+            test_one_sequence_at_a_time_in_the_least_cache(seed)
 
 
 MANY = 12
