@@ -88,7 +88,12 @@ class Tokenizer:
             raise BadRequestError(
                 f"prompt is no valid Unicode: lone surrogate at character {error.start}", "prompt"
             ) from error
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except BaseException as error:
+            _raise_if_not_rusts(error)
+            why = f"the tokenizer cannot encode the prompt: {_line(error)}"
+            raise BadRequestError(why, "prompt") from error
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -171,7 +176,8 @@ def _from_directory(path: Path) -> Tokenizer:
         raise LoadError(_no_tokenizer(path))
     try:
         backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-    except Exception as error:  # the library raises plain Exception
+    except BaseException as error:
+        _raise_if_not_rusts(error)
         raise LoadError(f"{path / 'tokenizer.json'} cannot be read: {_line(error)}") from error
     # Its add_bos_token counts for nothing beside a tokenizer.json; transformers agrees.
     config = _json(path / "tokenizer_config.json")
@@ -215,7 +221,13 @@ def _json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _line(error: Exception) -> str:
+def _raise_if_not_rusts(error: BaseException) -> None:
+    """Lets pass what is not the library's: it raises plain Exception, and on a panic worse."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+
+
+def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:200]
 
 

@@ -6,17 +6,23 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
 from headrace.engine.client import Stream
+from headrace.engine.core import EngineCore
 from headrace.engine.errors import BadRequestError, EngineDeadError
 from headrace.engine.frontend import Prompt, Session
-from headrace.engine.local import LocalEngine, make_config
+from headrace.engine.local import LocalEngine, forget_frames, make_config
 from headrace.engine.outputs import RequestOutput
 from headrace.sampling.params import SamplingParams
 from headrace.sched.request import Publish
+
+JOIN_SECONDS = 10.0
+"""How long the end of a program waits for the step under way."""
 
 
 class _Listener:
@@ -25,6 +31,47 @@ class _Listener:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.news = asyncio.Event()
+
+
+class _Teller:
+    """Brings what happens in the core's thread to the event loop, as long as somebody is there."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, owner: weakref.ref[AsyncLLM]) -> None:
+        self._loop, self._owner = loop, owner
+
+    def news(self, news: Publish) -> None:
+        """A step's news."""
+        self._call("_receive", news)
+
+    def death(self, error: BaseException) -> None:
+        """The loop ended by an error."""
+        self._call("_die", error)
+
+    def _call(self, method: str, argument: Any) -> None:
+        def run() -> None:
+            owner = self._owner()
+            if owner is not None:
+                getattr(owner, method)(argument)
+
+        # A closed event loop refuses: then nobody is left to hear it.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(run)
+
+
+def _work(core: EngineCore, tell: _Teller) -> None:
+    """The core's thread."""
+    try:
+        core.run()
+    except BaseException as error:
+        tell.death(error)
+
+
+def _end(engine: LocalEngine, core: EngineCore, thread: threading.Thread) -> None:
+    """When an AsyncLLM is dropped, or the program ends: nothing of it stays."""
+    core.stop()
+    if thread is not threading.current_thread():
+        thread.join(JOIN_SECONDS)
+        engine.shutdown()
 
 
 class AsyncLLM:
@@ -43,14 +90,17 @@ class AsyncLLM:
         self._ids: dict[str, Stream] = {}
         self._names = map(str, count())
         self._dead: BaseException | None = None
-        self._report: dict[str, Any] = {}
-        self._engine: LocalEngine | None = LocalEngine(make_config(model, settings), self._publish)
+        self._closing: asyncio.Future[dict[str, Any]] | None = None
+        # The thread and the core know this object weakly: dropped without shutdown, it must end.
+        tell = _Teller(self._loop, weakref.ref(self))
+        engine = LocalEngine(make_config(model, settings), tell.news)
+        self._engine: LocalEngine | None = engine
+        # A program that ends without shutdown must not hang on this thread: `_end` stops it then.
         self._thread = threading.Thread(
-            target=self._work, args=(self._engine,), name="headrace-core"
+            target=_work, args=(engine.core, tell), name="headrace-core", daemon=True
         )
-        # A program that ends without shutdown must not hang on this thread.
-        self._thread.daemon = True
         self._thread.start()
+        weakref.finalize(self, _end, engine, engine.core, self._thread)
 
     async def generate(
         self,
@@ -70,6 +120,8 @@ class AsyncLLM:
             EngineDeadError: the engine broke or was shut down.
         """
         engine = self._alive()
+        if asyncio.get_running_loop() is not self._loop:
+            raise EngineDeadError("this AsyncLLM belongs to another event loop: make one in this")
         if request_id is None:
             # Clients choose ids as well, perhaps numbers too.
             request_id = next(name for name in self._names if name not in self._ids)
@@ -104,35 +156,26 @@ class AsyncLLM:
             self._alive().core.send(stream.new.handle)
 
     async def shutdown(self) -> dict[str, Any]:
-        """Aborts what runs, stops the thread and gives all memory back; idempotent. Returns the
-        report.
+        """Aborts what runs, stops the thread and gives all memory back; idempotent.
+
+        Returns:
+            The report of `LLM.shutdown`.
         """
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._shutdown())
+        # A caller that is cancelled does not stop it half-way.
+        return await asyncio.shield(self._closing)
+
+    async def _shutdown(self) -> dict[str, Any]:
         engine, self._engine = self._engine, None
         if engine is None:
-            return self._report
+            return {}
         engine.core.stop()
         await asyncio.to_thread(self._thread.join)
         for listener in self._listeners.values():
             listener.news.set()
-        self._report = engine.shutdown()
-        return self._report
-
-    def _work(self, engine: LocalEngine) -> None:
-        try:
-            engine.core.run()
-        except BaseException as error:
-            self._call(self._die, error)
-
-    def _publish(self, news: Publish) -> None:
-        """In the core's thread."""
-        self._call(self._receive, news)
-
-    def _call(self, fn: Any, argument: Any) -> None:
-        try:
-            self._loop.call_soon_threadsafe(fn, argument)
-        except RuntimeError:
-            # The event loop is closed: nobody is left to hear it.
-            return
+        forget_frames(self._dead)
+        return engine.shutdown()
 
     def _receive(self, news: Publish) -> None:
         if self._engine is None:

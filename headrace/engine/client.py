@@ -15,6 +15,9 @@ import numpy as np
 from headrace.sched.plan import EOS, ERROR, LENGTH, Ints
 from headrace.sched.request import ABORTED, Ended, NewRequest, Publish
 
+FIRST_TOKENS = 64
+IDLE_BYTES = 1 << 24
+"""What the tokens of closed streams may go on taking."""
 FINISH_REASONS = {EOS: "stop", LENGTH: "length", ERROR: "error", ABORTED: "abort"}
 
 
@@ -46,7 +49,7 @@ class Router:
     def __init__(self, max_rows: int) -> None:
         self._slot_of_row = np.full(max_rows, -1, np.int32)
         self._row_of_slot: list[int] = []
-        self._tokens = np.zeros((0, 64), np.int32)  # by slot
+        self._tokens = np.zeros((0, FIRST_TOKENS), np.int32)  # by slot
         self._count = np.zeros(0, np.int32)
         self._watched = np.zeros(0, np.bool_)
         self._streams: dict[int, Stream] = {}  # by slot
@@ -94,6 +97,8 @@ class Router:
             self._slots.pop(stream.new.handle, None)
             self._unbind(stream.slot)
             self._free.append(stream.slot)
+            if not self._streams and self._tokens.nbytes > IDLE_BYTES:
+                self._tokens = np.zeros((len(self._row_of_slot), FIRST_TOKENS), np.int32)
 
     def __len__(self) -> int:
         return len(self._streams)

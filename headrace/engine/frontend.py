@@ -5,6 +5,7 @@ All checks of what a client sends are here: nothing that passes them can fail in
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -23,6 +24,8 @@ from headrace.sampling.noise import derive_seed
 from headrace.sampling.params import SamplingParams
 from headrace.sched.plan import MAX_EOS_IDS, MAX_STOP_IDS
 from headrace.sched.request import NewRequest
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from headrace.worker.worker import EngineInfo
@@ -122,8 +125,10 @@ class Frontend:
 
     def __init__(self, config: EngineConfig, info: EngineInfo, tokenizer: Tokenizer | None) -> None:
         self.config, self.info, self.tokenizer = config, info, tokenizer
-        self.eos_ids = info.eos_ids or tuple(sorted(tokenizer.eos_ids if tokenizer else ()))
-        self.eos_ids = self.eos_ids[:MAX_EOS_IDS]
+        known = info.eos_ids or tuple(sorted(tokenizer.eos_ids if tokenizer else ()))
+        self.eos_ids = tuple(i for i in known if i < info.vocab_logits)[:MAX_EOS_IDS]
+        if len(self.eos_ids) < len(known):
+            log.warning("of the end-of-sequence ids %s only %s are used", known, self.eos_ids)
         self._requests = count()
 
     def prepare(
@@ -189,7 +194,7 @@ class Frontend:
                 raise BadRequestError("a prompt needs the key prompt or prompt_token_ids", "prompt")
             text = prompt.get("prompt")
             prompt = prompt[keys[0]]
-            if keys == ["prompt_token_ids", "prompt"]:
+            if keys[0] == "prompt_token_ids":
                 return (text if isinstance(text, str) else None), self._as_ids(prompt), salt
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -203,7 +208,7 @@ class Frontend:
     def _as_ids(self, ids: Any) -> Sequence[int]:
         if isinstance(ids, np.ndarray) and ids.ndim == 1 and ids.dtype.kind in "iu":
             ids = ids.tolist()
-        if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
+        if not isinstance(ids, Sequence) or isinstance(ids, str | bytes | bytearray | memoryview):
             raise BadRequestError(
                 f"a prompt must be text or token ids, got {type(ids).__name__}", "prompt"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from headrace.config import EngineConfig
 from headrace.engine.client import Stream
 from headrace.engine.errors import BadRequestError, EngineDeadError
 from headrace.engine.frontend import Prepared, Prompt, Session
-from headrace.engine.local import LocalEngine, make_config
+from headrace.engine.local import LocalEngine, forget_frames, make_config
 from headrace.engine.outputs import RequestOutput
 from headrace.sampling.params import SamplingParams
 from headrace.sched.request import Publish
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 
 class LLM:
-    """Generates from prompts, many at once.
+    """Generates from prompts, many at once. Threads may share one: their calls take turns by step.
 
     Args:
         model: a directory, a .gguf file, a Hugging Face repo id, or smollm2.
@@ -43,6 +44,8 @@ class LLM:
         self._report: dict[str, Any] = {}
         self._inboxes: dict[Stream, list[Stream]] = {}  # of each open stream, its call's
         self._dead: BaseException | None = None
+        self._lock = threading.RLock()
+        self._process = os.getpid()
         self._engine = LocalEngine(make_config(model, settings), self._receive)
 
     def generate(
@@ -93,8 +96,9 @@ class LLM:
         """
         engine = self._alive()
         prepared = engine.frontend.prepare(prompt, sampling_params or SamplingParams())
-        session = engine.send(prepared, watched=True)
-        for news in self._news(engine, [session]):
+        with self._lock:
+            session = engine.send(prepared, watched=True)
+        for news in self._news([session]):
             piece = news.update(engine.router)
             if piece.text or piece.token_ids or news.done:
                 yield news.output(piece)
@@ -167,12 +171,16 @@ class LLM:
         self._alive().core.scheduler.cache.reset_prefix_cache()
 
     def shutdown(self) -> dict[str, Any]:
-        """Gives all memory back; idempotent. What still holds the model, if anything does, is in
-        the report.
+        """Gives all memory back; idempotent.
+
+        Returns:
+            Bytes released by tag, who still holds the model if anybody does, and seconds.
         """
-        if self._engine is not None:
-            self._report = self._engine.shutdown()
-            self._engine = None
+        with self._lock:
+            engine, self._engine = self._engine, None
+            if engine is not None:
+                forget_frames(self._dead)
+                self._report = engine.shutdown()
         return self._report
 
     def __enter__(self) -> Self:
@@ -193,67 +201,70 @@ class LLM:
     def _run(
         self, engine: LocalEngine, prepared: Sequence[Prepared], show: bool
     ) -> list[RequestOutput]:
-        sessions = [engine.send(request, watched=False) for request in prepared]
+        with self._lock:
+            sessions = [engine.send(request, watched=False) for request in prepared]
         with _bar(len(sessions), show) as bar:
-            for session in self._news(engine, sessions):
-                if session.gather(engine.router):
-                    bar.update()
+            for session in self._news(sessions):
+                bar.update(session.gather(engine.router))
         return [session.output(session.whole) for session in sessions]
 
-    def _news(self, engine: LocalEngine, sessions: Sequence[Session]) -> Iterator[Session]:
+    def _news(self, sessions: Sequence[Session]) -> Iterator[Session]:
         """Steps the engine until all sessions are done.
 
-        Yields each that has news, which the caller takes in.
+        Yields each that has news, which the caller takes in. Threads take turns.
         """
         open_ones = {session.stream: session for session in sessions}
         inbox: list[Stream] = []
-        self._inboxes |= dict.fromkeys(open_ones, inbox)
+        with self._lock:
+            self._inboxes |= dict.fromkeys(open_ones, inbox)
         try:
-            with deferred_interrupt() as interrupted:
-                while open_ones:
+            while open_ones:
+                with self._lock:
                     # Another call's steps may have brought news of these.
                     if not inbox:
                         self._step(self._alive())
-                    touched = inbox.copy()
+                    touched = [open_ones[stream] for stream in inbox if stream in open_ones]
                     inbox.clear()
-                    for stream in touched:
-                        session = open_ones.get(stream)
-                        if session is None:
-                            continue
-                        yield session
-                        if session.done:
-                            self._close(engine, open_ones.pop(stream), abort=session.own_end)
-                    if interrupted.is_set():
-                        raise KeyboardInterrupt
+                for session in touched:
+                    yield session
+                    if session.done:
+                        del open_ones[session.stream]
+                        self._close(session, abort=session.own_end)
         finally:
-            self._abandon(engine, list(open_ones.values()))
+            self._abandon(list(open_ones.values()))
 
-    def _close(self, engine: LocalEngine, session: Session, abort: bool) -> None:
-        del self._inboxes[session.stream]
-        # A stream may be dropped after the engine was shut down.
-        if self._engine is not None:
-            engine.close(session, abort)
+    def _close(self, session: Session, abort: bool) -> None:
+        with self._lock:
+            del self._inboxes[session.stream]
+            # A stream may be dropped after the engine was shut down.
+            if self._engine is not None:
+                self._engine.close(session, abort)
 
     def _step(self, engine: LocalEngine) -> None:
+        """One step. Ctrl-C waits for its end, so that it is never torn in the middle."""
         try:
-            engine.core.step()
+            with deferred_interrupt() as interrupted:
+                engine.core.step()
         except Exception as error:
             self._dead = error
             why = str(error) or type(error).__name__
             raise EngineDeadError(f"the engine broke: {why}") from error
         except BaseException as error:
-            self._dead = error  # torn in the middle: what it holds means nothing any more
+            self._dead = error  # torn after all: what it holds means nothing any more
             raise
+        if interrupted.is_set():
+            raise KeyboardInterrupt
 
-    def _abandon(self, engine: LocalEngine, sessions: Sequence[Session]) -> None:
+    def _abandon(self, sessions: Sequence[Session]) -> None:
         """Leaves nothing of a call in the engine, whether it ended well or was interrupted."""
         for session in sessions:
-            self._close(engine, session, abort=True)
+            self._close(session, abort=True)
         # Aborts take effect with the next step. What other calls wait for is left to them.
-        while self._dead is None and self._engine is not None:
-            self._step(engine)
-            if self._inboxes or not engine.core.busy:
-                return
+        with self._lock:
+            while self._engine is not None and self._dead is None:
+                self._step(self._engine)
+                if self._inboxes or not self._engine.core.busy:
+                    return
 
     def _receive(self, news: Publish) -> None:
         if self._engine is not None:
@@ -262,6 +273,8 @@ class LLM:
                     self._inboxes[stream].append(stream)
 
     def _alive(self) -> LocalEngine:
+        if os.getpid() != self._process:
+            raise EngineDeadError("the engine does not outlive a fork: make a new LLM in the child")
         if self._engine is None:
             raise EngineDeadError("the engine was shut down: make a new LLM")
         if self._dead is not None:
@@ -271,19 +284,15 @@ class LLM:
 
 @contextmanager
 def deferred_interrupt() -> Iterator[threading.Event]:
-    """Turns Ctrl-C into an event for as long as the block runs, so that a step is never torn in the
-    middle.
+    """Turns Ctrl-C into an event for as long as the block runs.
 
-    A second Ctrl-C interrupts at once. Outside the main thread signals do not arrive, and nothing
-    changes.
+    A second Ctrl-C interrupts at once. Outside the main thread signals do not arrive, and where the
+    program handles them itself, nothing changes.
     """
     event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield event
-        return
-    previous = signal.getsignal(signal.SIGINT)
-    if previous is not signal.default_int_handler:
-        yield event  # the program handles it itself
         return
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -294,7 +303,8 @@ def deferred_interrupt() -> Iterator[threading.Event]:
     try:
         yield event
     finally:
-        signal.signal(signal.SIGINT, previous)
+        if signal.getsignal(signal.SIGINT) is note:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _bar(total: int, show: bool) -> Any:

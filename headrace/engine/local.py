@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -35,6 +36,13 @@ def make_config(model: str, settings: dict[str, Any]) -> EngineConfig:
     given: dict[str, Any] = settings | {"model": model}
     given |= {name: str(value) for name, value in given.items() if isinstance(value, Path)}
     return EngineConfig(**given)
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Empties the frames an error came through: their variables would keep the model alive."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 class LocalEngine:

@@ -263,7 +263,7 @@ def _open_gguf(path: Path, dummy: bool, seed: int) -> tuple[dict[str, Any], Sour
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise LoadError(f"{path} cannot be read: {e}") from e
     if not isinstance(content, dict):
         raise LoadError(f"{path} is not a JSON object")

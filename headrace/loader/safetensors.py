@@ -15,6 +15,7 @@ from headrace.loader.names import Wanted
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 class SafetensorsSource:
@@ -33,8 +34,14 @@ class SafetensorsSource:
             except (SafetensorError, OSError) as e:
                 raise _broken(path, e) from e
             for name in file.keys():  # noqa: SIM118 (not a dict)
+                view = file.get_slice(name)
+                if view.get_dtype() not in DTYPES:
+                    raise LoadError(
+                        f"{path}: {name} is of type {view.get_dtype()}, weights must be one of "
+                        f"{', '.join(DTYPES)}"
+                    )
                 self._files[name] = (path, file)
-                self._catalogue.append((name, tuple(file.get_slice(name).get_shape())))
+                self._catalogue.append((name, tuple(view.get_shape())))
 
     def catalogue(self, wanted: Mapping[str, Wanted]) -> list[tuple[str, tuple[int, ...]]]:
         """Names and shapes of all tensors; a name twice if two files have it."""
@@ -63,7 +70,7 @@ def weight_files(directory: Path) -> list[Path]:
     elif (directory / SINGLE).is_file():
         paths = [directory / SINGLE]
     else:
-        paths = sorted(directory.glob("*.safetensors"))
+        paths = sorted(path for path in directory.glob("*.safetensors") if path.is_file())
     if not paths:
         raise LoadError(
             f"no .safetensors file in {directory}: other weight files are not supported"
@@ -75,14 +82,12 @@ def _indexed(index: Path) -> list[Path]:
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         paths = [index.parent / name for name in sorted(names)]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        raise LoadError(f"{index} is no index of weights: {type(e).__name__}: {e}") from e
-    for path in paths:
         # The index is somebody else's text: it may name files beside it and no others.
-        if path.parent != index.parent or not path.is_file():
-            raise LoadError(
-                f"{index} names {path.name}, which is not there: download the model again"
-            )
+        gone = [path for path in paths if path.parent != index.parent or not path.is_file()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise LoadError(f"{index} is no index of weights: {type(e).__name__}: {e}") from e
+    if gone:
+        raise LoadError(f"{index} names {gone[0].name}, which is not there: download it again")
     return paths
 
 

@@ -274,8 +274,9 @@ class TorchBackend:
     def map(self, handle: _Block) -> None:
         try:
             raw = torch.empty(handle.nbytes + ALIGN - 1, dtype=torch.uint8, device=self._device)
-        except RuntimeError as e:
-            # What torch's CPU allocator raises; torch.OutOfMemoryError is one, too.
+        except (RuntimeError, TypeError) as e:
+            # RuntimeError from the allocator, torch.OutOfMemoryError is one, too; TypeError for a
+            # size beyond 64 bits.
             size = handle.nbytes / 2**30
             raise OutOfMemoryError(f"{self._device} has no room for {size:.2f} GiB") from e
         start = -raw.data_ptr() % ALIGN

@@ -27,6 +27,10 @@ MAX_SIZE = 2**31 - 1
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+MAX_LAYERS = 4096
+"""Far above any model's: a broken file must not keep the loader busy for ever."""
+
+
 class Fields:
     """Typed reading of a config. Every refusal is a LoadError of one line that names the field."""
 
@@ -125,7 +129,7 @@ class DecoderSpec:
         head_dim = fields.size("head_dim", hidden // heads)
         return cls(
             hidden=hidden,
-            layers=fields.size("num_hidden_layers"),
+            layers=_layers(fields),
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
@@ -139,6 +143,13 @@ class DecoderSpec:
             window=fields.size("sliding_window") if fields.has("sliding_window") else None,
             dtype=dtype or DTYPES[config_dtype(config)],
         )
+
+
+def _layers(fields: Fields) -> int:
+    layers = fields.size("num_hidden_layers")
+    if layers > MAX_LAYERS:
+        raise fields.refuse("num_hidden_layers", f"is {layers}, at most {MAX_LAYERS} are possible")
+    return layers
 
 
 def config_dtype(config: Mapping[str, Any]) -> str:

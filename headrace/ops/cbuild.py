@@ -39,7 +39,11 @@ class Library:
 
 def cache_dir() -> Path:
     """Where libraries are kept: `$XDG_CACHE_HOME/headrace`, by default `~/.cache/headrace`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
+    chosen = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(chosen or Path.home() / ".cache") / "headrace"
+    except RuntimeError:  # a user without a home
+        return Path(tempfile.gettempdir()) / f"headrace-{os.getuid()}"
 
 
 def openmp_runtimes() -> list[Path]:
@@ -74,7 +78,7 @@ def _check_shared(lib: ctypes.CDLL) -> None:
 
 
 def _run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=120)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         raise OSError(next((line for line in lines if "error" in line), lines[0]))
@@ -111,7 +115,7 @@ def build(source: Path, compiler: str, flags: tuple[str, ...]) -> ctypes.CDLL:
     """
     name = f"{source.stem}-{_key(source, compiler, flags)}.so"
     cached = cache_dir() / name
-    if cached.exists():
+    if _is_whole(cached):
         return ctypes.CDLL(str(cached))
     with tempfile.TemporaryDirectory(prefix="headrace-") as tmp:
         built = Path(tmp) / name
@@ -126,7 +130,24 @@ def build(source: Path, compiler: str, flags: tuple[str, ...]) -> ctypes.CDLL:
     return lib
 
 
+def _is_whole(cached: Path) -> bool:
+    """Whether the cache has the library as it was written. A torn one would end the process."""
+    try:
+        library, digest = cached.read_bytes(), cached.with_suffix(".sha256").read_text()
+    except (OSError, ValueError):
+        return False
+    return hashlib.sha256(library).hexdigest() == digest
+
+
 def _keep(built: Path, cached: Path) -> None:
+    """Puts the library into the cache, then the digest that says that it is whole."""
+    digest = built.with_suffix(".sha256")
+    digest.write_text(hashlib.sha256(built.read_bytes()).hexdigest())
+    _put(built, cached)
+    _put(digest, cached.with_suffix(".sha256"))
+
+
+def _put(built: Path, cached: Path) -> None:
     cached.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle, part = tempfile.mkstemp(prefix=cached.stem, dir=cached.parent)
     os.close(handle)

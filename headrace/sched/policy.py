@@ -29,6 +29,9 @@ class WaitingQueue:
     def drop(self) -> None:
         """Says that a request in the queue has ended."""
         self._count -= 1
+        if len(self._heap) > 2 * self._count + 16:
+            self._heap = [entry for entry in self._heap if entry[1].state is State.WAITING]
+            heapq.heapify(self._heap)
 
     def drain(self) -> Generator[Request]:
         """Takes requests out in order. What is not admitted must be pushed again."""

@@ -130,7 +130,7 @@ class Worker:
             max_model_len=max_len,
             vocab_logits=model.spec.vocab,
             vocab_embed=model.spec.vocab,
-            eos_ids=tuple(i for i in eos_ids if 0 <= i < model.spec.vocab),
+            eos_ids=eos_ids,
             dtype=str(self.dtype).removeprefix("torch."),
             memory=memory_table(self.arena.snapshot(), tokens_of(groups, cut, sectors)),
         )
