@@ -239,4 +239,5 @@ def test_mutant_requests_left_behind_are_seen(
         test_an_interrupted_generate(long_llm)
     engine = long_llm._alive()
     engine.core.abort_all()
-    plain(long_llm, engine, [])
+    long_llm._inboxes.clear()
+    plain(long_llm, [])
