@@ -7,6 +7,7 @@ import inspect
 import io
 import json
 import logging
+import os
 import shutil
 import sys
 import warnings
@@ -259,11 +260,22 @@ def info() -> None:
 def main() -> None:
     """Runs a command; an error meant for the user is one line, and the exit code says so."""
     _set_up_streams()
+    _be_a_good_neighbour()
     try:
         app()
     except HeadraceError as error:
         _say(f"error: {error}")
         sys.exit(1)
+
+
+def _be_a_good_neighbour() -> None:
+    """Lets OpenMP's threads sleep where they would spin, before torch starts them.
+
+    Alone that costs 3 % of the speed; beside other busy processes it is three times as fast. Who
+    has chosen otherwise is left alone.
+    """
+    if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
+        os.environ["GOMP_SPINCOUNT"] = "0"
 
 
 def _set_up_streams() -> None:

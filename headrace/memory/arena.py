@@ -278,7 +278,10 @@ class TorchBackend:
             # RuntimeError from the allocator, torch.OutOfMemoryError is one, too; TypeError for a
             # size beyond 64 bits.
             size = handle.nbytes / 2**30
-            raise OutOfMemoryError(f"{self._device} has no room for {size:.2f} GiB") from e
+            raise OutOfMemoryError(
+                f"{self._device} has no room for {size:.2f} GiB: free memory, or lower "
+                "max_num_seqs, max_model_len or kv_cache_memory_bytes"
+            ) from e
         start = -raw.data_ptr() % ALIGN
         handle.memory = raw[start : start + handle.nbytes]
 
