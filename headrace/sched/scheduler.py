@@ -363,7 +363,7 @@ class Scheduler:
         self.cache.pool.drop_cached()
         chunk = self._try_admit(request, 0, budget)
         if chunk == 0:
-            # It is out of the queue already, but not yet of its count.
+            # `drain` took it out; the end of a waiting request is counted by the queue.
             self.waiting.push(request)
             self._end(request, ERROR, NO_ROOM)
         return chunk

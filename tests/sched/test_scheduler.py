@@ -187,3 +187,22 @@ def test_stop_id_ends_a_row_on_the_device() -> None:
     simulation.drain(2000)
     stopped = [simulation.done[h] for h in handles if simulation.done[h][1] == "stop"]
     assert stopped and all(output[-1] == STOP_ID for output, _ in stopped)
+
+
+def test_the_step_counter_wraps() -> None:
+    simulation = Simulation(Setting(SPEC, sectors=100, max_len=64))
+    simulation.core.scheduler._epoch = 2**31 - 4
+    handle = simulation.add([4, 5, 6], 20, ignore_eos=True)
+    simulation.drain(100)
+    assert simulation.done[handle][1] == "length"
+
+
+def test_aborted_waiting_requests_are_let_go() -> None:
+    simulation = Simulation(Setting(SPEC, sectors=100, max_rows=1, max_len=64))
+    simulation.add([4, 5, 6], 60, ignore_eos=True)
+    simulation.step()
+    for index in range(200):
+        simulation.abort(simulation.add([7 + index % 80], 20))
+    simulation.step()
+    assert len(simulation.core.scheduler.waiting._heap) <= 20
+    simulation.drain(200)
