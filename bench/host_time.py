@@ -32,7 +32,11 @@ class InstantDevice:
         groups = group_specs([KVSpec(8, 128, "bfloat16")] * 32)
         pages = rows * (groups[0].pages(max_len) + 2)  # nobody waits for memory
         self.info = SimpleNamespace(
-            groups=groups, cut=cut_sectors(groups), sectors=pages, max_model_len=max_len
+            groups=groups,
+            cut=cut_sectors(groups),
+            sectors=pages,
+            max_model_len=max_len,
+            limits=None,
         )
 
     def submit_forward(self, plan: StepPlan) -> None:

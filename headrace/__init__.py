@@ -20,8 +20,9 @@ if TYPE_CHECKING:
         OutOfMemoryError,
     )
     from headrace.engine.llm import LLM
-    from headrace.engine.outputs import CompletionOutput, RequestOutput
+    from headrace.engine.outputs import CompletionOutput, Logprob, RequestOutput
     from headrace.sampling.params import SamplingParams
+    from headrace.sampling.processors import LogitsProcessor, ProcessorView
 
 __version__ = "0.1.0"
 
@@ -35,8 +36,11 @@ __all__ = [
     "EngineDeadError",
     "HeadraceError",
     "LoadError",
+    "LogitsProcessor",
+    "Logprob",
     "ModelNotFoundError",
     "OutOfMemoryError",
+    "ProcessorView",
     "RequestOutput",
     "SamplingParams",
 ]
@@ -47,7 +51,10 @@ _HOME = {
     "AsyncLLM": "headrace.engine.async_llm",
     "EngineConfig": "headrace.config",
     "SamplingParams": "headrace.sampling.params",
+    "LogitsProcessor": "headrace.sampling.processors",
+    "ProcessorView": "headrace.sampling.processors",
     "CompletionOutput": "headrace.engine.outputs",
+    "Logprob": "headrace.engine.outputs",
     "RequestOutput": "headrace.engine.outputs",
 }
 

@@ -22,7 +22,7 @@ def random_prompts(llm: LLM, count: int, length: int, seed: int) -> list[list[in
     """`count` prompts of `length` random token ids, none a special one by its place at the
     vocabulary's ends.
     """
-    vocab = llm.info.vocab_embed
+    vocab = llm.info.limits.embed
     margin = min(1000, vocab // 4)
     rng = random.Random(seed)
     return [[rng.randrange(margin, vocab - margin) for _ in range(length)] for _ in range(count)]

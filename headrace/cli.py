@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import wraps
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 
 import typer
 
@@ -95,12 +95,14 @@ def engine_command(command: Callable[..., str | None]) -> Callable[..., None]:
     parameters += [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
     for field in settings:
         option = typer.Option(help=field.metadata["help"])
+        # A flag that may be given several times.
+        several = get_origin(hints[field.name]) is tuple
         parameters.append(
             inspect.Parameter(
                 field.name,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=field.default,
-                annotation=Annotated[hints[field.name], option],
+                annotation=Annotated[list[str] if several else hints[field.name], option],
             )
         )
 

@@ -62,11 +62,27 @@ class EngineConfig:
         "fcfs", "Order of waiting requests: first come, or priority (lower first)."
     )
     pipeline_depth: int = _opt(2, "Steps in flight: 2 overlaps host and device, 1 is synchronous.")
+    generation_config: str = _opt(
+        "auto",
+        "Where defaults of sampling and end-of-sequence ids come from: auto (the model's "
+        "generation_config.json), none, or a directory that has the file.",
+    )
+    max_logprobs: int = _opt(
+        20, "Likeliest tokens whose log-probabilities a request may ask for; -1 for all."
+    )
+    mask_undecodable_ids: bool = _opt(
+        False, "Never generate an id that the tokenizer does not know."
+    )
+    logits_processors: tuple[str | type, ...] = _opt(
+        (), "Custom logits processors: classes, or module:Class."
+    )
     leak_report: bool = _opt(
         True, "After shutdown, name what still holds the model, if anything does."
     )
 
     def __post_init__(self) -> None:
+        if isinstance(self.logits_processors, list):
+            object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
         hints = get_type_hints(type(self))
         for f in fields(self):
             self._require(f.name, *_fits(getattr(self, f.name), hints[f.name]))
@@ -81,6 +97,7 @@ class EngineConfig:
         self._require(
             "gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "above 0 and at most 1"
         )
+        self._require("max_logprobs", self.max_logprobs >= -1, "at least -1")
         self._require("pipeline_depth", self.pipeline_depth in (1, 2), "1 or 2")
         self._require(
             "device", self.device != "cuda", "cpu or auto: this version computes on the CPU only"
@@ -95,6 +112,10 @@ def _fits(value: Any, hint: Any) -> tuple[bool, str]:
     """Whether a value is of a field's type, and what the type is in words."""
     if get_origin(hint) is Literal:
         return value in get_args(hint), f"one of {', '.join(get_args(hint))}"
+    if get_origin(hint) is tuple:
+        item = get_args(hint)[0]
+        ok = isinstance(value, tuple) and all(_fits(entry, item)[0] for entry in value)
+        return ok, f"a list of {_fits('', item)[1]}"
     kinds = get_args(hint) or (hint,)
     names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
     if float in kinds:

@@ -68,6 +68,8 @@ def _flag(name: str, hint: Any) -> str:
 def _values(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return ", ".join(f"`{value}`" for value in get_args(hint))
+    if get_origin(hint) is tuple:
+        return f"several {_values(get_args(hint)[0])}"
     kinds = get_args(hint) or (hint,)
     return " or ".join("None" if kind is NoneType else f"{kind.__name__}" for kind in kinds)
 

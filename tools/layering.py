@@ -26,8 +26,18 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "engine.client": ("engine", "sched", "cache"),
     "engine.core": ("engine", "sched", "cache", "dist"),
     # The entry points stand on everything the engine has.
-    "engine.frontend": ("engine", "chat", "sched"),
-    "engine.local": ("engine", "chat", "sched", "dist", "loader.hub", "memory.leaks"),
+    "engine.session": ("engine", "chat", "sched"),
+    "engine.wishes": ("engine", "chat"),
+    "engine.frontend": ("engine", "chat", "sched", "loader.generation"),
+    "engine.local": (
+        "engine",
+        "chat",
+        "sched",
+        "dist",
+        "loader.generation",
+        "loader.hub",
+        "memory.leaks",
+    ),
     "engine.llm": ("engine", "chat", "sched", "worker.worker"),
     "engine.async_llm": ("engine", "chat", "sched"),
     "sched": ("cache",),
@@ -51,6 +61,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "sampling.indices": (),
     "sampling.noise": (),
     "sampling.params": (),
+    "sampling.wishes": (),
     "sched.plan": (),
 }
 LEAVES = (
@@ -61,6 +72,7 @@ LEAVES = (
     "sampling.indices",
     "sampling.noise",
     "sampling.params",
+    "sampling.wishes",
     "sched.plan",
 )
 
@@ -72,6 +84,8 @@ TORCH_FREE = (
     "sched",
     "cache",
     "engine.client",
+    "engine.wishes",
+    "loader.generation",
     "loader.hub",
     "loader.gguf_file",
 )

@@ -25,6 +25,7 @@ class Detokenizer:
         skip_special_tokens: leave special tokens out of the text.
         stop: a string or several; none may be empty.
         include_stop_str: leave the stop string itself at the text's end.
+        min_tokens: the text of this many first ids is not searched for stop strings.
 
     Attributes:
         stopped: the stop string found, else None. Nothing is emitted after it.
@@ -37,13 +38,14 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         stop: str | Sequence[str] = (),
         include_stop_str: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if "" in stops:
             raise BadRequestError("stop must not hold an empty string", "stop")
         source = _ByteStream if tokenizer.byte_level else _WindowStream
         self._stream: _Stream = source(tokenizer, skip_special_tokens)
-        self._include_stop_str = include_stop_str
+        self._include_stop_str, self._min_tokens = include_stop_str, min_tokens
         self._matcher = _StopMatcher(stops)
         self._held = ""  # final, but may be the beginning of a stop string
         self._trial: _Trial | None = None
@@ -60,6 +62,9 @@ class Detokenizer:
         emitted = ""
         for token in ids:
             self.consumed += 1
+            if self.consumed <= self._min_tokens:
+                emitted += self._stream.feed((token,))
+                continue
             emitted += self._take(self._stream.feed((token,)))
             if self.stopped is None:
                 emitted += self._try(self._stream.guess)

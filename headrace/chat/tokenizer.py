@@ -120,6 +120,13 @@ class Tokenizer:
                 self._bytes[token] = piece
         return piece
 
+    def piece(self, token: int) -> str:
+        """The text of one id by itself, its space before included; "" for one it does not know."""
+        if self.byte_level:
+            return self.token_bytes(token).decode("utf-8", "replace")
+        text = self.backend.id_to_token(token) if 0 <= token < self.vocab_size else None
+        return (text or "").replace("\u2581", " ")
+
 
 def _byte_of_char() -> dict[str, int]:
     """GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes for U+0100 onwards."""

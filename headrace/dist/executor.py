@@ -32,10 +32,12 @@ class Executor(Protocol):
 
 
 class UniExecutor:
-    """One rank in the caller's process and thread."""
+    """One rank in the caller's process and thread. Arguments as `Worker` has them."""
 
-    def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
-        self.worker: Worker | None = Worker(config, files)
+    def __init__(
+        self, config: EngineConfig, files: ModelFiles, decodable: int | None = None
+    ) -> None:
+        self.worker: Worker | None = Worker(config, files, decodable)
         self.info = self.worker.info
         self.runner = self.worker.runner
 

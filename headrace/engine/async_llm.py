@@ -7,17 +7,18 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from itertools import count
 from typing import Any
 
-from headrace.engine.client import Stream
+from headrace.engine.client import Router, Stream
 from headrace.engine.core import EngineCore
 from headrace.engine.errors import BadRequestError, EngineDeadError
-from headrace.engine.frontend import Prompt, Session
+from headrace.engine.frontend import Prompt
 from headrace.engine.local import LocalEngine, forget_frames, make_config
-from headrace.engine.outputs import RequestOutput
+from headrace.engine.outputs import CompletionOutput, RequestOutput
+from headrace.engine.session import Group
 from headrace.sampling.params import SamplingParams
 from headrace.sched.request import Publish
 
@@ -26,11 +27,19 @@ JOIN_SECONDS = 10.0
 
 
 class _Listener:
-    """A session and the event that says it has news."""
+    """A request's sequences and the event that says they have news."""
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
+    def __init__(self, group: Group) -> None:
+        self._group = group
         self.news = asyncio.Event()
+
+    def pieces(self, router: Router) -> Iterator[CompletionOutput]:
+        """What is new of each sequence."""
+        for session in self._group.sessions:
+            if not session.done:
+                piece = session.update(router)
+                if piece.text or piece.token_ids or session.done:
+                    yield piece
 
 
 class _Teller:
@@ -87,7 +96,7 @@ class AsyncLLM:
     def __init__(self, model: str, **settings: Any) -> None:
         self._loop = asyncio.get_running_loop()
         self._listeners: dict[Stream, _Listener] = {}
-        self._ids: dict[str, Stream] = {}
+        self._ids: dict[str, Group] = {}
         self._names = map(str, count())
         self._dead: BaseException | None = None
         self._closing: asyncio.Future[dict[str, Any]] | None = None
@@ -125,35 +134,36 @@ class AsyncLLM:
         if request_id is None:
             # Clients choose ids as well, perhaps numbers too.
             request_id = next(name for name in self._names if name not in self._ids)
-        prepared = engine.frontend.prepare(
-            prompt, sampling_params or SamplingParams(), request_id=request_id, priority=priority
-        )
+        params = sampling_params or engine.frontend.default_params()
+        prepared = engine.frontend.prepare(prompt, params, request_id=request_id, priority=priority)
         if prepared.request_id in self._ids:
             raise BadRequestError(f"the request id {prepared.request_id} is in use", "request_id")
-        session = engine.send(prepared, watched=True)
-        listener = _Listener(session)
-        self._listeners[session.stream] = listener
-        self._ids[prepared.request_id] = session.stream
+        group = engine.send(prepared, watched=True)
+        listener = _Listener(group)
+        self._listeners |= dict.fromkeys((s.stream for s in group.sessions), listener)
+        self._ids[prepared.request_id] = group
         try:
-            while not session.done:
+            while not group.done:
                 await listener.news.wait()
                 listener.news.clear()
                 self._alive()
-                piece = session.update(engine.router)
-                if piece.text or piece.token_ids or session.done:
-                    yield session.output(piece)
+                for piece in listener.pieces(engine.router):
+                    yield group.output([piece])
         finally:
-            del self._listeners[session.stream], self._ids[prepared.request_id]
-            if self._engine is not None:
-                engine.close(session, abort=session.own_end or not session.done)
+            del self._ids[prepared.request_id]
+            for session in group.sessions:
+                del self._listeners[session.stream]
+                if self._engine is not None:
+                    engine.close(session, abort=session.own_end or not session.done)
 
     async def abort(self, request_id: str) -> None:
         """Ends a request: its iterator yields a last output with finish_reason "abort". Unknown ids
         are ignored.
         """
-        stream = self._ids.get(request_id)
-        if stream is not None:
-            self._alive().core.send(stream.new.handle)
+        group = self._ids.get(request_id)
+        if group is not None:
+            for session in group.sessions:
+                self._alive().core.send(session.stream.new.handle)
 
     async def shutdown(self) -> dict[str, Any]:
         """Aborts what runs, stops the thread and gives all memory back; idempotent.

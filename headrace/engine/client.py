@@ -8,12 +8,12 @@ only watched ones (streaming, or with stop strings) are handed out every step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from headrace.sched.plan import EOS, ERROR, LENGTH, Ints
-from headrace.sched.request import ABORTED, Ended, NewRequest, Publish
+from headrace.sched.request import ABORTED, Ended, LogprobBlock, NewRequest, Publish
 
 FIRST_TOKENS = 64
 IDLE_BYTES = 1 << 24
@@ -28,6 +28,8 @@ class Stream:
     watched: hand it out whenever it has new tokens, not only at its end. taken: tokens that `take`
         has given.
     finish_reason, error: set once the request is over.
+    blocks, prompt_blocks: log-probabilities that arrived and were not taken: of each generated
+        token one block, in their order; of the prompt's.
     """
 
     new: NewRequest
@@ -37,6 +39,8 @@ class Stream:
     cached_tokens: int = 0
     finish_reason: str | None = None
     error: str | None = None
+    blocks: list[LogprobBlock] = field(default_factory=list)
+    prompt_blocks: list[LogprobBlock] = field(default_factory=list)
 
 
 class Router:
@@ -80,6 +84,11 @@ class Router:
                 self._streams[slot].cached_tokens += bound.cached_tokens
             self._slot_of_row[bound.row] = slot
         touched = self._append(news.rows, news.tokens) if len(news.rows) else []
+        for block in news.blocks:
+            slot = int(self._slot_of_row[block.row])
+            if slot >= 0:
+                stream = self._streams[slot]
+                (stream.prompt_blocks if block.prompt else stream.blocks).append(block)
         for ended in news.ended:
             self._end(ended, touched)
         return touched

@@ -50,6 +50,7 @@ class EngineCore:
             max_tokens=config.max_num_batched_tokens,
             max_len=info.max_model_len,
             priorities=config.scheduling_policy == "priority",
+            limits=info.limits,
         )
         self._publish = publish
         self._inbox: SimpleQueue[Message] = SimpleQueue()

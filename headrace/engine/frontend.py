@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headrace.chat.detok import Detokenizer
 from headrace.chat.tokenizer import Tokenizer
 from headrace.config import EngineConfig
-from headrace.engine.client import Router, Stream
 from headrace.engine.errors import BadRequestError
-from headrace.engine.outputs import CompletionOutput, RequestOutput
-from headrace.sampling.indices import check_ids
-from headrace.sampling.noise import derive_seed
+from headrace.engine.session import Prepared
+from headrace.engine.wishes import make_wishes
+from headrace.loader.generation import Generation
+from headrace.sampling.indices import MAX_EOS_IDS, check_ids, check_params
+from headrace.sampling.noise import child_seed, derive_seed
 from headrace.sampling.params import SamplingParams
-from headrace.sched.plan import MAX_EOS_IDS, MAX_STOP_IDS
+from headrace.sampling.wishes import OFF
 from headrace.sched.request import NewRequest
 
 log = logging.getLogger(__name__)
@@ -30,88 +30,11 @@ log = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from headrace.worker.worker import EngineInfo
 
+NO_ADVICE = Generation({})
+
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}, with "cache_salt" if wanted.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A checked request, ready to send."""
-
-    new: NewRequest
-    text: str | None
-    params: SamplingParams
-    request_id: str
-
-
-class Session:
-    """One request's output as it grows.
-
-    Attributes:
-        whole: what `gather` has put together.
-        done: the request is over. own_end: it ended here, by a stop string, and the core must be
-            told to abort it.
-    """
-
-    def __init__(self, prepared: Prepared, stream: Stream, tokenizer: Tokenizer | None) -> None:
-        self.prepared, self.stream = prepared, stream
-        self.done = self.own_end = False
-        self.whole = CompletionOutput(0, "", [])
-        params = prepared.params
-        self._detok = None
-        self._stop_ids = frozenset(params.stop_token_ids or ())
-        if tokenizer is not None and params.detokenize:
-            self._detok = Detokenizer(
-                tokenizer,
-                params.skip_special_tokens,
-                params.stop or (),
-                params.include_stop_str_in_output,
-            )
-
-    def update(self, router: Router) -> CompletionOutput:
-        """Takes what arrived since the last call: new text and tokens, and the reasons if it is
-        over.
-        """
-        ids = router.take(self.stream)
-        reason, text = self.stream.finish_reason, ""
-        stopped: str | int | None = None
-        if reason == "stop" and ids and ids[-1] in self._stop_ids:
-            stopped = ids[-1]
-        if self._detok is not None:
-            before = self._detok.consumed
-            # The token that ends the output belongs to its ids, not to its text.
-            silent = reason == "stop" and not self.prepared.params.include_stop_str_in_output
-            text = self._detok.push(ids[:-1] if silent else ids)
-            if reason is not None:
-                text += self._detok.finish()
-            if self._detok.stopped is not None:
-                stopped = self._detok.stopped
-                ids = ids[: self._detok.consumed - before]
-                self.own_end = reason is None
-                reason = "stop"
-        self.done = reason is not None
-        return CompletionOutput(0, text, ids, reason, stopped)
-
-    def gather(self, router: Router) -> bool:
-        """As `update`, but adds the piece to `whole`; whether the request is over."""
-        piece, whole = self.update(router), self.whole
-        whole.text += piece.text
-        whole.token_ids += piece.token_ids
-        whole.finish_reason, whole.stop_reason = piece.finish_reason, piece.stop_reason
-        return self.done
-
-    def output(self, piece: CompletionOutput) -> RequestOutput:
-        """Wraps a piece for the caller."""
-        return RequestOutput(
-            request_id=self.prepared.request_id,
-            prompt=self.prepared.text,
-            prompt_token_ids=self.prepared.new.prompt.tolist(),
-            outputs=[piece],
-            finished=self.done,
-            num_cached_tokens=self.stream.cached_tokens,
-            error=self.stream.error,
-        )
 
 
 class Frontend:
@@ -121,15 +44,36 @@ class Frontend:
         config: seed, policy.
         info: lengths, vocabulary and end-of-sequence ids of the model.
         tokenizer: None where the engine does without.
+        generation: what the model's authors advise.
     """
 
-    def __init__(self, config: EngineConfig, info: EngineInfo, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        info: EngineInfo,
+        tokenizer: Tokenizer | None,
+        generation: Generation = NO_ADVICE,
+    ) -> None:
         self.config, self.info, self.tokenizer = config, info, tokenizer
-        known = info.eos_ids or tuple(sorted(tokenizer.eos_ids if tokenizer else ()))
-        self.eos_ids = tuple(i for i in known if i < info.vocab_logits)[:MAX_EOS_IDS]
+        known_ids = tokenizer.vocab_size if tokenizer is not None else None
+        self.limits = replace(info.limits, tokenizer=known_ids)
+        known = tuple(dict.fromkeys([*generation.eos_ids, *info.eos_ids]))
+        known = known or tuple(sorted(tokenizer.eos_ids if tokenizer else ()))
+        self.eos_ids = tuple(i for i in known if i < self.limits.logits)[:MAX_EOS_IDS]
         if len(self.eos_ids) < len(known):
             log.warning("of the end-of-sequence ids %s only %s are used", known, self.eos_ids)
+        self.defaults = _defaults(generation)
         self._requests = count()
+
+    def describe(self) -> str:
+        """The vocabularies, and what the model's files advise, for the log at start."""
+        own = [f"{name}={value:g}" for name, value in self.defaults.items()]
+        advice = f"defaults of the model: {' '.join(own)}; " if own else ""
+        return f"{self.limits.describe()}\n{advice}eos {list(self.eos_ids)}"
+
+    def default_params(self) -> SamplingParams:
+        """What a request gets that brings no parameters."""
+        return SamplingParams(**self.defaults)
 
     def prepare(
         self,
@@ -157,28 +101,56 @@ class Frontend:
             raise BadRequestError("stop strings need a tokenizer, and this engine has none", "stop")
         text, ids, salt = self._read(prompt)
         self._check_ids(ids)
-        number = next(self._requests)
+        check_params(params, self.limits)
+        self._check_extra(params)
+        news = self._requests_of(ids, params, priority, salt)
+        name = str(news[0].handle) if request_id is None else request_id
+        return Prepared(news, text, params, name)
+
+    def _requests_of(
+        self, ids: Sequence[int], params: SamplingParams, priority: int, salt: str
+    ) -> tuple[NewRequest, ...]:
+        """One request for each of the n sequences."""
+        handles = [next(self._requests) for _ in range(params.n)]
         allowed = self.info.max_model_len - len(ids)
-        seed = derive_seed(self.config.seed, number) if params.seed is None else params.seed
-        new = NewRequest(
-            handle=number,
+        seed = derive_seed(self.config.seed, handles[0]) if params.seed is None else params.seed
+        own = params.stop_token_ids or ()
+        stop_ids = tuple(dict.fromkeys([*own, *(() if params.ignore_eos else self.eos_ids)]))
+        first = NewRequest(
+            handle=handles[0],
             prompt=np.array(ids, np.int32),
             limit=len(ids) + min(allowed, params.max_tokens or allowed),
             temperature=params.temperature,
-            top_k=min(max(params.top_k, 0), self.info.vocab_logits),
+            top_k=min(max(params.top_k, 0), self.limits.logits),
             top_p=params.top_p,
             min_p=params.min_p,
             seed=seed % 2**64,
-            stop_ids=self._stop_ids(params),
+            stop_ids=stop_ids,
             priority=priority,
             salt=salt,
+            wishes=make_wishes(params, len(ids), stop_ids, self.limits, self.tokenizer),
         )
-        return Prepared(new, text, params, str(number) if request_id is None else request_id)
+        # The prompt's log-probabilities are the same for all: the first one's do.
+        wishes = first.wishes and replace(first.wishes, prompt_logprobs=OFF)
+        wishes = wishes if wishes and wishes.any else None
+        others = [
+            replace(first, handle=handle, seed=child_seed(first.seed, index), wishes=wishes)
+            for index, handle in enumerate(handles[1:], 1)
+        ]
+        return (first, *others)
 
-    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        own = params.stop_token_ids or ()
-        check_ids("stop_token_ids", own, self.info.vocab_logits, MAX_STOP_IDS - MAX_EOS_IDS)
-        return tuple(dict.fromkeys([*own, *(() if params.ignore_eos else self.eos_ids)]))
+    def _check_extra(self, params: SamplingParams) -> None:
+        """Asks the custom processors what they think of a request's arguments."""
+        if not params.extra_args:
+            return
+        if not self.info.processors:
+            raise BadRequestError("extra_args: this engine has no logits processors", "extra_args")
+        for processor in self.info.processors:
+            try:
+                processor.prepare(params.extra_args)
+            except Exception as error:  # a user's code: whatever it raises refuses the request
+                name = type(processor).__name__
+                raise BadRequestError(f"extra_args: {name}: {error}", "extra_args") from error
 
     def _read(self, prompt: Prompt) -> tuple[str | None, Sequence[int], str]:
         """Text if there is any, token ids, cache salt."""
@@ -224,7 +196,19 @@ class Frontend:
                 "shorten it or raise max_model_len",
                 "prompt",
             )
-        check_ids("prompt_token_ids", ids, self.info.vocab_embed)
+        check_ids("prompt_token_ids", ids, self.limits.embed)
+
+
+def _defaults(generation: Generation) -> dict[str, Any]:
+    """The parameters advised, as far as they are possible."""
+    good = {}
+    for name, value in generation.params.items():
+        try:
+            SamplingParams(**{name: value})
+            good[name] = value
+        except BadRequestError as error:
+            log.warning("generation_config.json: %s; it is not used", error)
+    return good
 
 
 def _is_unicode(text: str) -> bool:

@@ -17,9 +17,10 @@ from headrace.chat.tokenizer import Tokenizer
 from headrace.config import EngineConfig
 from headrace.engine.client import Stream
 from headrace.engine.errors import BadRequestError, EngineDeadError
-from headrace.engine.frontend import Prepared, Prompt, Session
+from headrace.engine.frontend import Prompt
 from headrace.engine.local import LocalEngine, forget_frames, make_config
 from headrace.engine.outputs import RequestOutput
+from headrace.engine.session import Prepared, Session
 from headrace.sampling.params import SamplingParams
 from headrace.sched.request import Publish
 from headrace.worker.worker import EngineInfo
@@ -60,7 +61,7 @@ class LLM:
         Args:
             prompts: one prompt or several: text, token ids, {"prompt": text} or
                 {"prompt_token_ids": ids}.
-            sampling_params: for all, or one for each.
+            sampling_params: for all, or one for each; None: what the model's authors advise.
             use_tqdm: show a progress bar.
             priority: one for each prompt, lower first; needs scheduling_policy="priority".
 
@@ -74,7 +75,8 @@ class LLM:
         """
         engine = self._alive()
         batch = _as_list(prompts)
-        sampling_params = SamplingParams() if sampling_params is None else sampling_params
+        if sampling_params is None:
+            sampling_params = engine.frontend.default_params()
         params = _one_each("sampling_params", sampling_params, len(batch))
         priorities = _one_each("priority", 0 if priority is None else priority, len(batch))
         prepared = []
@@ -95,13 +97,14 @@ class LLM:
         request.
         """
         engine = self._alive()
-        prepared = engine.frontend.prepare(prompt, sampling_params or SamplingParams())
+        params = sampling_params or engine.frontend.default_params()
+        prepared = engine.frontend.prepare(prompt, params)
         with self._lock:
-            session = engine.send(prepared, watched=True)
-        for news in self._news([session]):
-            piece = news.update(engine.router)
-            if piece.text or piece.token_ids or news.done:
-                yield news.output(piece)
+            group = engine.send(prepared, watched=True)
+        for session in self._news(group.sessions):
+            piece = session.update(engine.router)
+            if piece.text or piece.token_ids or session.done:
+                yield group.output([piece])
 
     def chat(
         self,
@@ -156,6 +159,10 @@ class LLM:
             raise BadRequestError("this engine has no tokenizer: leave skip_tokenizer_init out")
         return tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a call without `sampling_params` takes: the model's own advice."""
+        return self._alive().frontend.default_params()
+
     @property
     def config(self) -> EngineConfig:
         """The settings the engine was made with."""
@@ -202,11 +209,12 @@ class LLM:
         self, engine: LocalEngine, prepared: Sequence[Prepared], show: bool
     ) -> list[RequestOutput]:
         with self._lock:
-            sessions = [engine.send(request, watched=False) for request in prepared]
-        with _bar(len(sessions), show) as bar:
+            groups = [engine.send(request, watched=False) for request in prepared]
+        sessions = [session for group in groups for session in group.sessions]
+        with _bar(len(groups), show) as bar:
             for session in self._news(sessions):
-                bar.update(session.gather(engine.router))
-        return [session.output(session.whole) for session in sessions]
+                bar.update(session.gather(engine.router) and session.group.done)
+        return [g.output([session.whole for session in g.sessions], whole=True) for g in groups]
 
     def _news(self, sessions: Sequence[Session]) -> Iterator[Session]:
         """Steps the engine until all sessions are done.

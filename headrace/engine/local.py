@@ -17,7 +17,9 @@ from headrace.dist.executor import UniExecutor
 from headrace.engine.client import Router
 from headrace.engine.core import EngineCore
 from headrace.engine.errors import ConfigError
-from headrace.engine.frontend import Frontend, Prepared, Session
+from headrace.engine.frontend import Frontend
+from headrace.engine.session import Group, Prepared, Session
+from headrace.loader.generation import read_generation
 from headrace.loader.hub import locate
 from headrace.memory.leaks import holders
 from headrace.sched.request import Publish
@@ -63,27 +65,32 @@ class LocalEngine:
         self.tokenizer: Tokenizer | None = None
         if not config.skip_tokenizer_init:
             self.tokenizer = load_tokenizer(config.tokenizer or files)
-        self.executor = UniExecutor(config, files)
+        generation = read_generation(files, config.generation_config)
+        decodable = None
+        if config.mask_undecodable_ids and self.tokenizer is not None:
+            decodable = self.tokenizer.vocab_size
+        self.executor = UniExecutor(config, files, decodable)
         self.info = self.executor.info
         try:
             self.core = EngineCore(config, self.executor, publish)
         except BaseException:
             self.executor.shutdown()
             raise
-        self.frontend = Frontend(config, self.info, self.tokenizer)
+        self.frontend = Frontend(config, self.info, self.tokenizer, generation)
         self.router = Router(config.max_num_seqs)
         self._report: dict[str, Any] | None = None
         seconds = time.perf_counter() - start
-        log.info(
-            "%s ready in %.1f s, %s\n%s", files.name, seconds, self.info.dtype, self.info.memory
-        )
+        about = f"{self.frontend.describe()}\n{self.info.memory}"
+        log.info("%s ready in %.1f s, %s\n%s", files.name, seconds, self.info.dtype, about)
 
-    def send(self, prepared: Prepared, watched: bool) -> Session:
-        """Sends a request to the core."""
+    def send(self, prepared: Prepared, watched: bool) -> Group:
+        """Sends a request's sequences to the core."""
         # A stop string must be seen as soon as it is there.
-        stream = self.router.open(prepared.new, watched or bool(prepared.params.stop))
-        self.core.send(prepared.new)
-        return Session(prepared, stream, self.tokenizer)
+        watched = watched or bool(prepared.params.stop)
+        streams = [self.router.open(new, watched) for new in prepared.news]
+        for new in prepared.news:
+            self.core.send(new)
+        return Group(prepared, streams, self.tokenizer)
 
     def close(self, session: Session, abort: bool) -> None:
         """Forgets a session; `abort` if the core still works on it."""

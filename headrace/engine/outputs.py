@@ -6,12 +6,27 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
+class Logprob:
+    """A token's log-probability, its place among all tokens (from 1), and its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+TokenLogprobs = dict[int, Logprob]
+"""Of one place in a sequence, by token id: the token that stands there, then the likeliest."""
+
+
+@dataclass(slots=True)
 class CompletionOutput:
     """One generated sequence.
 
-    text: without stop strings; empty where there is no tokenizer. token_ids: all tokens generated,
-    an end-of-sequence token included. finish_reason: "stop", "length", "abort" or "error"; None
-    while it runs. stop_reason: the stop string that ended it, or None.
+    index: among the n of its prompt. text: without stop strings; empty where there is no tokenizer.
+    token_ids: all tokens generated, an end-of-sequence token included. finish_reason: "stop",
+    "length", "abort" or "error"; None while it runs. stop_reason: the stop string, or the one of
+    stop_token_ids, that ended it, or None. logprobs: one entry a token, None if not asked for;
+    cumulative_logprob: their sum, of the tokens generated.
     """
 
     index: int
@@ -19,14 +34,19 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request's state: whole from `LLM.generate`, a delta from `AsyncLLM.generate`.
+    """A request's state: whole from `LLM.generate`, a delta from `LLM.stream` and `AsyncLLM`.
 
-    prompt: None where token ids were given. num_cached_tokens: prompt tokens whose KV was found in
-    the cache. error: what ended the request with finish_reason "error".
+    prompt: None where token ids were given. outputs: n sequences, in a delta the one with news.
+    finished: all of them are over. num_cached_tokens: prompt tokens whose KV was found in the
+    cache. error: what ended a sequence with finish_reason "error". prompt_logprobs: one entry a
+    prompt token, None for the first, which nothing predicts; in deltas, with the first that has
+    tokens.
     """
 
     request_id: str
@@ -36,3 +56,4 @@ class RequestOutput:
     finished: bool = False
     num_cached_tokens: int = 0
     error: str | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None

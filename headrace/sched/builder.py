@@ -124,7 +124,13 @@ class PlanBuilder:
         stops = np.full((len(new), MAX_STOP_IDS), -1, np.int32)
         for index, request in enumerate(new):
             stops[index, : len(request.stop_ids)] = request.stop_ids
-        return {
+        wishing = [
+            (row, request.wishes.encode())
+            for row, request in zip(rows, new, strict=True)
+            if request.wishes is not None
+        ]
+        arrays = _records(wishing) if wishing else {}
+        return arrays | {
             "admit_row": np.array(rows, np.int32),
             "admit_gen": host.gen[list(rows)],
             "admit_len": np.array([len(tokens) for tokens in known], np.int32),
@@ -138,6 +144,15 @@ class PlanBuilder:
             "admit_stop": stops.ravel(),
             "admit_tokens": np.concatenate(known),
         }
+
+
+def _records(wishing: list[tuple[int, Ints]]) -> dict[str, Ints]:
+    rows, records = zip(*wishing, strict=True)
+    return {
+        "wish_row": np.array(rows, np.int32),
+        "wish_len": np.array([len(record) for record in records], np.int32),
+        "wish_data": np.concatenate(records),
+    }
 
 
 def _bits(values: list[float]) -> Ints:

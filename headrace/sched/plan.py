@@ -13,6 +13,8 @@ from typing import ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.sampling.indices import MAX_EOS_IDS, MAX_OWN_STOP_IDS
+
 Ints = NDArray[np.int32]
 
 SAMPLE = 1
@@ -21,10 +23,7 @@ SAMPLE = 1
 RUNNING, EOS, LENGTH, ERROR = 0, 1, 2, 3
 """Why a row stopped, as the device sees it (`StepResult.why`)."""
 
-MAX_EOS_IDS = 8
-"""End-of-sequence ids of a model."""
-
-MAX_STOP_IDS = 128 + MAX_EOS_IDS
+MAX_STOP_IDS = MAX_OWN_STOP_IDS + MAX_EOS_IDS
 """Token ids that end a row, on the device: a request's own and the model's."""
 
 MAGIC = 0x48520001
@@ -98,6 +97,8 @@ class StepPlan(Packed):
     admit_seed: `[2 a]` seed, low and high word.
     admit_stop: `[a * MAX_STOP_IDS]` token ids that end it, padded with -1.
     admit_tokens: the known tokens of all new rows, one after the other.
+    wish_row, wish_len: `[w]` new rows with rare wishes, and the words of their records in
+        wish_data (`sampling.wishes`).
     """
 
     FIELDS = (
@@ -123,6 +124,9 @@ class StepPlan(Packed):
         "admit_seed",
         "admit_stop",
         "admit_tokens",
+        "wish_row",
+        "wish_len",
+        "wish_data",
     )
     rows: Ints
     gens: Ints
@@ -146,6 +150,9 @@ class StepPlan(Packed):
     admit_seed: Ints
     admit_stop: Ints
     admit_tokens: Ints
+    wish_row: Ints
+    wish_len: Ints
+    wish_data: Ints
 
 
 class StepResult(Packed):
@@ -154,9 +161,34 @@ class StepResult(Packed):
     tokens: `[n]` sampled token, meaningless where n_emit is 0.
     n_emit: `[n]` tokens emitted: 0 (no sample asked, or the row was dead) or 1.
     why: `[n]` RUNNING, or why the row ended with this step.
+    broken: the plan's rows (indices) that a custom logits processor failed on.
+    block_row, block_prompt, block_start, block_count, block_width: `[b]` blocks of
+        log-probabilities: the plan's row (index), whether they are of its prompt, the position of
+        the first token, how many tokens, and how many likeliest a token.
+    block_data: the blocks' entries one after the other, 2 + 2 * width words a token: the
+        log-probability (float32 bits) and the rank of the token at that position, then ids and
+        log-probabilities of the likeliest.
     """
 
-    FIELDS = ("tokens", "n_emit", "why")
+    FIELDS = (
+        "tokens",
+        "n_emit",
+        "why",
+        "broken",
+        "block_row",
+        "block_prompt",
+        "block_start",
+        "block_count",
+        "block_width",
+        "block_data",
+    )
     tokens: Ints
     n_emit: Ints
     why: Ints
+    broken: Ints
+    block_row: Ints
+    block_prompt: Ints
+    block_start: Ints
+    block_count: Ints
+    block_width: Ints
+    block_data: Ints

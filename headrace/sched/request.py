@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from headrace.cache.manager import Lease
+from headrace.sampling.wishes import OFF, Wishes
 from headrace.sched.plan import Ints
 
 ABORTED = 4
@@ -24,6 +25,7 @@ class NewRequest:
     temperature, top_k (0: off), top_p, min_p, seed: of its draws; the seed is an unsigned 64-bit
         number.
     stop_ids: token ids that end it, MAX_STOP_IDS at most.
+    wishes: what few requests ask of sampling; None for the others.
     priority: lower goes first, under the priority policy.
     salt: requests with different salts share no cached pages.
     """
@@ -39,6 +41,12 @@ class NewRequest:
     stop_ids: tuple[int, ...] = ()
     priority: int = 0
     salt: str = ""
+    wishes: Wishes | None = None
+
+    @property
+    def wants_prompt(self) -> bool:
+        """Whether all of its prompt must be computed: what is found in a cache has no logits."""
+        return self.wishes is not None and self.wishes.prompt_logprobs != OFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +76,30 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
+class LogprobBlock:
+    """Log-probabilities of some consecutive tokens of a row.
+
+    prompt: of its prompt; else of what it generated, a block a token. start: position of the first
+    token. data: i32 `[tokens, 2 + 2 * width]`, as in StepResult.block_data.
+    """
+
+    row: int
+    prompt: bool
+    start: int
+    data: Ints
+
+
+@dataclass(frozen=True, slots=True)
 class Publish:
-    """What clients learn from one step: bindings first, then tokens `[n]` by row, then endings."""
+    """What clients learn from one step: bindings first, then tokens `[n]` by row and their
+    log-probabilities, then endings.
+    """
 
     bound: tuple[Bound, ...]
     rows: Ints
     tokens: Ints
     ended: tuple[Ended, ...]
+    blocks: tuple[LogprobBlock, ...] = ()
 
 
 class State(IntEnum):

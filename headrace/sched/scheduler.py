@@ -9,22 +9,37 @@ from __future__ import annotations
 
 import logging
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.cache.manager import CacheManager
+from headrace.sampling.indices import Limits, fault
 from headrace.sched.builder import HostRows, PlanBuilder
 from headrace.sched.plan import EMPTY, ERROR, MAX_STOP_IDS, Ints, StepPlan, StepResult
 from headrace.sched.policy import HeadRoom, WaitingQueue
-from headrace.sched.request import ABORTED, Bound, Ended, NewRequest, Publish, Request, State
+from headrace.sched.request import (
+    ABORTED,
+    Bound,
+    Ended,
+    LogprobBlock,
+    NewRequest,
+    Publish,
+    Request,
+    State,
+)
 
 log = logging.getLogger(__name__)
 
 NO_ROOM = "the KV cache is too small for this request: give it more memory"
 MAX_EPOCH = 2**31 - 2
-NO_TOKEN = "no token could be drawn: the model's logits are not numbers"
+NO_TOKEN = (
+    "no token could be drawn: the model's logits are not numbers, or the request's constraints "
+    "leave none"
+)
+BROKEN = "a custom logits processor failed on this request: the engine's log has its traceback"
 
 
 @dataclass(slots=True)
@@ -52,6 +67,7 @@ class Scheduler:
         max_tokens: tokens a step at most.
         max_len: longest sequence.
         priorities: whether requests' priorities count, or only their order of arrival.
+        limits: bounds of requests' indices; None: whoever adds requests answers for them.
     """
 
     def __init__(
@@ -62,8 +78,10 @@ class Scheduler:
         max_tokens: int,
         max_len: int,
         priorities: bool = False,
+        limits: Limits | None = None,
     ) -> None:
         cache.require(max_len, max_tokens)
+        self.limits = limits
         self.cache = cache
         self.max_tokens, self.max_len, self.priorities = max_tokens, max_len, priorities
         self.rows = HostRows(max_rows, max_len)
@@ -171,11 +189,14 @@ class Scheduler:
             if host.running[row]:
                 self._index(row, int(host.len_lo[row]))
                 self.cache.trim(self._at(row).lease, int(host.len_lo[row]))
+        blocks = tuple(_blocks(plan, result, live)) if len(result.block_row) else ()
+        broken = result.broken.tolist()
         for index in np.flatnonzero(live & (result.why != 0)).tolist():
-            self._finish(self._at(int(plan.rows[index])), int(result.why[index]))
+            message = BROKEN if index in broken else NO_TOKEN
+            self._finish(self._at(int(plan.rows[index])), int(result.why[index]), message)
         if self._paused:
             self._requeue(rows.tolist())
-        return self._publish(out_rows, out_tokens)
+        return self._publish(out_rows, out_tokens, blocks)
 
     def flush(self) -> Publish | None:
         """News that no commit would carry, or None."""
@@ -328,6 +349,8 @@ class Scheduler:
         if request.held_on in self._pending:
             return None
         self.cache.hash_known(request.lease, request.known)
+        if request.new.wants_prompt:
+            return 0
         # The last token is always computed: its logits are needed.
         hashes = request.lease.hashes[: (len(request.known) - 1) // self.cache.page_tokens]
         hit = self.cache.hit(hashes)
@@ -416,12 +439,12 @@ class Scheduler:
 
     # -- endings
 
-    def _finish(self, request: Request, why: int) -> None:
+    def _finish(self, request: Request, why: int, message: str) -> None:
         self.counters.finished += 1
         prompt = len(request.new.prompt)
         generated = int(self.rows.known_lo[request.row]) - prompt
         self.head_room.finished(generated, request.new.limit - prompt)
-        self._end(request, why, NO_TOKEN if why == ERROR else "")
+        self._end(request, why, message if why == ERROR else "")
 
     def _end(self, request: Request, why: int, message: str = "") -> None:
         """Takes the request from wherever it is and says so."""
@@ -457,8 +480,8 @@ class Scheduler:
             raise RuntimeError(f"row {row} is empty")
         return request
 
-    def _publish(self, rows: Ints, tokens: Ints) -> Publish:
-        news = Publish(tuple(self._bound), rows, tokens, tuple(self._ended))
+    def _publish(self, rows: Ints, tokens: Ints, blocks: tuple[LogprobBlock, ...] = ()) -> Publish:
+        news = Publish(tuple(self._bound), rows, tokens, tuple(self._ended), blocks)
         self._bound.clear()
         self._ended.clear()
         return news
@@ -477,4 +500,18 @@ class Scheduler:
             return f"the limit {new.limit} is not above {length} and at most {self.max_len}"
         if len(new.stop_ids) > MAX_STOP_IDS:
             return f"{len(new.stop_ids)} stop ids, at most {MAX_STOP_IDS} are possible"
-        return ""
+        return "" if self.limits is None else fault(new, self.limits)
+
+
+def _blocks(plan: StepPlan, result: StepResult, live: NDArray[np.bool_]) -> Iterator[LogprobBlock]:
+    """The blocks of rows that live; of generated tokens only what was emitted."""
+    ends = np.cumsum(result.block_count * (2 + 2 * result.block_width)).tolist()
+    columns = (result.block_row, result.block_prompt, result.block_start, result.block_count)
+    start = 0
+    for end, index, prompt, first, count in zip(
+        ends, *(column.tolist() for column in columns), strict=True
+    ):
+        if live[index] and (prompt or result.n_emit[index]):
+            data = result.block_data[start:end].reshape(count, -1)
+            yield LogprobBlock(int(plan.rows[index]), bool(prompt), first, data)
+        start = end

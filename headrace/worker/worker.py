@@ -25,6 +25,9 @@ from headrace.memory.arena import Arena, TorchBackend
 from headrace.memory.ledger import memory_table
 from headrace.models.base import Decoder, config_dtype
 from headrace.models.registry import build
+from headrace.sampling.indices import Limits
+from headrace.sampling.processors import LogitsProcessor, load_processors
+from headrace.worker.draws import Draws
 from headrace.worker.inputs import GroupInputs
 from headrace.worker.kv import map_kv
 from headrace.worker.rows import Rows
@@ -42,17 +45,17 @@ class EngineInfo:
 
     groups, cut, sectors: the KV groups, how the slab is cut, and into how many sectors, the null
         one included.
-    vocab_logits, vocab_embed: rows of the head and of the embedding. eos_ids: from the model's
-    files.
+    limits: bounds of what requests index. eos_ids: from the model's config. processors: custom
+        ones, by which a front end in this process checks their arguments.
     """
 
     groups: tuple[KVGroup, ...]
     cut: Sectors
     sectors: int
     max_model_len: int
-    vocab_logits: int
-    vocab_embed: int
+    limits: Limits
     eos_ids: tuple[int, ...]
+    processors: tuple[LogitsProcessor, ...]
     dtype: str
     memory: str
 
@@ -74,11 +77,18 @@ def tokens_of(groups: tuple[KVGroup, ...], cut: Sectors, sectors: int) -> int:
 class Worker:
     """One rank and everything it holds.
 
+    Args:
+        config: the settings.
+        files: the model's.
+        decodable: token ids from this one on are never generated; None: all may be.
+
     Raises:
         HeadraceError: no such device, files that cannot be loaded, or not enough memory.
     """
 
-    def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
+    def __init__(
+        self, config: EngineConfig, files: ModelFiles, decodable: int | None = None
+    ) -> None:
         self.device = torch.device("cpu")
         hf_config, source = open_source(files, config.load_format, config.seed)
         self.dtype = _dtype(config, hf_config, files)
@@ -87,7 +97,7 @@ class Worker:
             self.model = build(hf_config, self.dtype)
             _check_memory(self.model, self.dtype)
             load(self.model, source, self.arena, self.device, self.dtype)
-            self.info = self._init_cache(config, hf_config)
+            self.info = self._init_cache(config, hf_config, decodable)
         except BaseException:
             self.arena.close()
             raise
@@ -105,7 +115,9 @@ class Worker:
         gc.collect()
         return released
 
-    def _init_cache(self, config: EngineConfig, hf_config: dict[str, Any]) -> EngineInfo:
+    def _init_cache(
+        self, config: EngineConfig, hf_config: dict[str, Any], decodable: int | None
+    ) -> EngineInfo:
         """Maps the KV cache and the state by row: last, when the weights' size is known."""
         model = self.model
         groups = group_specs(model.kv_specs())
@@ -120,17 +132,18 @@ class Worker:
             self._group_inputs(config, group, slab, table)
             for group, slab, table in zip(groups, slabs, rows.tables, strict=True)
         ]
-        self.runner = ModelRunner(model, rows, inputs, self.device)
-        eos = hf_config.get("eos_token_id")
-        eos_ids = tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,))
+        vocab = model.spec.vocab
+        processors = load_processors(config.logits_processors, vocab, self.device)
+        draws = Draws(rows, self.arena, vocab, model.logits, processors, decodable)
+        self.runner = ModelRunner(model, rows, draws, inputs, self.device)
         return EngineInfo(
             groups=groups,
             cut=cut,
             sectors=sectors,
             max_model_len=max_len,
-            vocab_logits=model.spec.vocab,
-            vocab_embed=model.spec.vocab,
-            eos_ids=eos_ids,
+            limits=Limits(vocab, vocab, None, config.max_logprobs),
+            eos_ids=_eos_ids(hf_config),
+            processors=processors,
             dtype=str(self.dtype).removeprefix("torch."),
             memory=memory_table(self.arena.snapshot(), tokens_of(groups, cut, sectors)),
         )
@@ -178,6 +191,11 @@ def available_memory() -> int:
     except (OSError, KeyError):
         # Not Linux: half of what is built in is a cautious guess.
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _eos_ids(hf_config: dict[str, Any]) -> tuple[int, ...]:
+    eos = hf_config.get("eos_token_id")
+    return tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,))
 
 
 def _check_memory(model: Decoder, dtype: torch.dtype) -> None:

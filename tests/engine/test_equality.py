@@ -284,7 +284,7 @@ def test_the_whole_model_gives_the_same_tokens(
 ) -> None:
     model = {"model": "smollm2", "dtype": "float32", "max_model_len": 256}
     with LLM(**model, **REFERENCE.settings) as llm:
-        asked = make_work(llm, 20, 20, llm.info.vocab_embed)
+        asked = make_work(llm, 20, 20, llm.info.limits.embed)
         outputs, _ = compute(llm, asked, REFERENCE)
     work = Work(asked.prompts, asked.params, outputs)
     assert min(margins(demo_oracle, work)) > NEAR_TIE

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace import LLM, BadRequestError, SamplingParams
-from headrace.engine.frontend import Session
+from headrace.engine.session import Session
 from tests import tiny_model
 
 PROMPTS = ["abc", "Headrace", "the river", "12345 67890"]

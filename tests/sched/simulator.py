@@ -59,7 +59,7 @@ class DeviceModel:
         self.cut = cut_sectors(self.groups)
         self.page_tokens = specs[0].page_tokens
         self.info = SimpleNamespace(
-            groups=self.groups, cut=self.cut, sectors=sectors, max_model_len=max_len
+            groups=self.groups, cut=self.cut, sectors=sectors, max_model_len=max_len, limits=None
         )
         pages = [-(-max_len // self.page_tokens)] * len(self.groups)
         self.len = np.zeros(max_rows, np.int64)
