@@ -128,8 +128,9 @@ def test_mutant_text_shows_the_stop_token(llm: LLM, monkeypatch: pytest.MonkeyPa
     update = Session.update
 
     def loud(self: Session, router: Any) -> Any:
-        params = replace(self.prepared.params, include_stop_str_in_output=True)
-        self.prepared = replace(self.prepared, params=params)
+        prepared = self.group.prepared
+        params = replace(prepared.params, include_stop_str_in_output=True)
+        self.group.prepared = replace(prepared, params=params)
         return update(self, router)
 
     monkeypatch.setattr(Session, "update", loud)
