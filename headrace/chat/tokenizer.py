@@ -190,12 +190,9 @@ def _from_directory(path: Path) -> Tokenizer:
     config = _json(path / "tokenizer_config.json")
     named = _named_tokens(config, _json(path / "special_tokens_map.json"))
     _add_tokens(backend, config.get("added_tokens_decoder"), named, path)
-    generation, model = _json(path / "generation_config.json"), _json(path / "config.json")
-    eos = _ids(generation.get("eos_token_id")) or _ids(model.get("eos_token_id"))
-    if "eos_token" in named:
-        eos |= _ids(backend.token_to_id(named["eos_token"]))
+    eos = _ids(backend.token_to_id(named["eos_token"])) if "eos_token" in named else set()
     bos = _ids(backend.token_to_id(named["bos_token"])) if "bos_token" in named else set()
-    bos = bos or _ids(model.get("bos_token_id"))
+    bos = bos or _ids(_json(path / "config.json").get("bos_token_id"))
     return Tokenizer(
         backend,
         eos_ids=eos,

@@ -57,8 +57,8 @@ class Frontend:
         self.config, self.info, self.tokenizer = config, info, tokenizer
         known_ids = tokenizer.vocab_size if tokenizer is not None else None
         self.limits = replace(info.limits, tokenizer=known_ids)
-        known = tuple(dict.fromkeys([*generation.eos_ids, *info.eos_ids]))
-        known = known or tuple(sorted(tokenizer.eos_ids if tokenizer else ()))
+        own = sorted(tokenizer.eos_ids) if tokenizer is not None else ()
+        known = tuple(dict.fromkeys([*generation.eos_ids, *info.eos_ids, *own]))
         self.eos_ids = tuple(i for i in known if i < self.limits.logits)[:MAX_EOS_IDS]
         if len(self.eos_ids) < len(known):
             log.warning("of the end-of-sequence ids %s only %s are used", known, self.eos_ids)

@@ -62,7 +62,18 @@ def read_generation(files: ModelFiles, setting: str) -> Generation:
         raise LoadError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}") from error
     if not isinstance(content, dict):
         raise LoadError(f"{path} holds no JSON object")
-    eos = content.get("eos_token_id")
-    ids = eos if isinstance(eos, list) else [eos]
     params = {ours: content[name] for name, ours in FIELDS.items() if content.get(name) is not None}
-    return Generation(params, tuple(i for i in ids if type(i) is int and i >= 0))
+    return Generation(params, eos_ids(content, path))
+
+
+def eos_ids(config: Mapping[str, Any], where: object) -> tuple[int, ...]:
+    """A config's `eos_token_id`: one, several or none.
+
+    Raises:
+        LoadError: it is no such thing; `where` says in which file.
+    """
+    value = config.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(type(token) is not int or token < 0 for token in ids):
+        raise LoadError(f"{where}: eos_token_id must be token ids, is {value!r}")
+    return tuple(ids)

@@ -135,8 +135,7 @@ def open_source(
         seed: of dummy weights.
 
     Returns:
-        The config, as in a Hugging Face config.json, with `eos_token_id` (int, list of int, or
-        absent) completed from generation_config.json; and the source.
+        The config, as in a Hugging Face config.json; and the source.
 
     Raises:
         LoadError: files are broken or of another format.
@@ -147,7 +146,6 @@ def open_source(
     if files.kind == "gguf":
         return _open_gguf(files.path, load_format == "dummy", seed)
     config = _read_json(files.path / "config.json")
-    _merge_eos(config, files.path / "generation_config.json")
     if load_format == "dummy":
         return config, DummySource(seed)
     from headrace.loader.safetensors import SafetensorsSource
@@ -268,21 +266,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise LoadError(f"{path} is not a JSON object")
     return content
-
-
-def _merge_eos(config: dict[str, Any], generation: Path) -> None:
-    """Makes `eos_token_id` the union of both files, or leaves it out where neither has one."""
-    ids: list[int] = []
-    sources = [config, _read_json(generation)] if generation.is_file() else [config]
-    for content in sources:
-        value = content.get("eos_token_id")
-        some = value if isinstance(value, list) else [] if value is None else [value]
-        if any(type(token) is not int or token < 0 for token in some):
-            raise LoadError(f"{generation.parent}: eos_token_id must be token ids, is {value!r}")
-        ids += [token for token in some if token not in ids]
-    config.pop("eos_token_id", None)
-    if ids:
-        config["eos_token_id"] = ids if len(ids) > 1 else ids[0]
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -19,6 +19,7 @@ from headrace.cache.spec import NULL_PAGE, KVGroup, Sectors, cut_sectors, group_
 from headrace.config import EngineConfig
 from headrace.engine.errors import ConfigError, OutOfMemoryError
 from headrace.layers.attention import attention_layers, bind_groups
+from headrace.loader.generation import eos_ids
 from headrace.loader.hub import ModelFiles
 from headrace.loader.loader import load, open_source
 from headrace.memory.arena import Arena, TorchBackend
@@ -91,13 +92,14 @@ class Worker:
     ) -> None:
         self.device = torch.device("cpu")
         hf_config, source = open_source(files, config.load_format, config.seed)
+        eos = eos_ids(hf_config, files.path)
         self.dtype = _dtype(config, hf_config, files)
         self.arena = Arena(TorchBackend(self.device))
         try:
             self.model = build(hf_config, self.dtype)
             _check_memory(self.model, self.dtype)
             load(self.model, source, self.arena, self.device, self.dtype)
-            self.info = self._init_cache(config, hf_config, decodable)
+            self.info = self._init_cache(config, eos, decodable)
         except BaseException:
             self.arena.close()
             raise
@@ -116,7 +118,7 @@ class Worker:
         return released
 
     def _init_cache(
-        self, config: EngineConfig, hf_config: dict[str, Any], decodable: int | None
+        self, config: EngineConfig, eos: tuple[int, ...], decodable: int | None
     ) -> EngineInfo:
         """Maps the KV cache and the state by row: last, when the weights' size is known."""
         model = self.model
@@ -142,7 +144,7 @@ class Worker:
             sectors=sectors,
             max_model_len=max_len,
             limits=Limits(vocab, vocab, None, config.max_logprobs),
-            eos_ids=_eos_ids(hf_config),
+            eos_ids=eos,
             processors=processors,
             dtype=str(self.dtype).removeprefix("torch."),
             memory=memory_table(self.arena.snapshot(), tokens_of(groups, cut, sectors)),
@@ -191,11 +193,6 @@ def available_memory() -> int:
     except (OSError, KeyError):
         # Not Linux: half of what is built in is a cautious guess.
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
-def _eos_ids(hf_config: dict[str, Any]) -> tuple[int, ...]:
-    eos = hf_config.get("eos_token_id")
-    return tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,))
 
 
 def _check_memory(model: Decoder, dtype: torch.dtype) -> None:
