@@ -2,7 +2,7 @@
 
 The books, not the device's own counter of free memory, say what this process holds: the counter
 moves with every other process. Whoever sleeps, wakes or reports memory reads them. Imports torch
-and the errors, no other room.
+and the errors, no other room. The CUDA driver's backend is in vmm.py.
 """
 
 from __future__ import annotations
@@ -33,21 +33,28 @@ class Backend(Protocol):
     """Where regions get their memory. Handles are the backend's own, opaque to the arena."""
 
     keeps_address: bool
-    """Whether a region has its address again after `unmap` and `map`: views of it stay valid."""
+    """Whether a region has its address again after `unmap` and `map`: views of it stay valid.
+    Only then may a handle be mapped in part and grow."""
+
+    granularity: int
+    """Memory is taken in multiples of this many bytes."""
 
     def reserve(self, nbytes: int) -> Any:
         """Makes a handle for `nbytes`; takes no memory yet."""
 
-    def map(self, handle: Any) -> None:
-        """Puts memory of undefined content behind the handle.
+    def map(self, handle: Any, nbytes: int) -> None:
+        """Puts memory behind the handle's first `nbytes`: of undefined content where there was
+        none, untouched where there was.
 
         Raises:
-            OutOfMemoryError: there is not enough; the handle stays unmapped and may be mapped
-                later.
+            OutOfMemoryError: there is not enough; the handle is as before and may be mapped later.
         """
 
     def unmap(self, handle: Any) -> None:
-        """Gives the memory back; the content is lost."""
+        """Gives all the memory back; the content is lost."""
+
+    def held(self, handle: Any) -> int:
+        """Bytes of memory behind the handle."""
 
     def tensor(self, handle: Any) -> Tensor:
         """The mapped memory as uint8 `[nbytes]`, aligned to 256 bytes."""
@@ -57,21 +64,35 @@ class Backend(Protocol):
 
 
 class Region:
-    """One range of an arena. Its state changes only through the arena."""
+    """One range of an arena, of `nbytes`; its first `extent` have memory while it is awake. Its
+    state changes only through the arena.
+    """
 
-    __slots__ = ("_backend", "handle", "nbytes", "pointer", "state", "tag")
+    __slots__ = ("_backend", "extent", "handle", "nbytes", "pointer", "state", "tag")
 
-    def __init__(self, tag: Tag, nbytes: int, backend: Backend, handle: Any) -> None:
+    def __init__(self, tag: Tag, nbytes: int, extent: int, backend: Backend, handle: Any) -> None:
         self.tag = tag
         self.nbytes = nbytes
+        self.extent = extent
         self.handle = handle
         self.state: State = "asleep"
         self.pointer = 0
         self._backend = backend
 
     @property
+    def held(self) -> int:
+        """Bytes of memory taken now: none, or the extent in whole steps of the backend."""
+        return 0 if self.state == "released" else self._backend.held(self.handle)
+
+    @property
+    def wanted(self) -> int:
+        """Bytes of memory that waking the region would take."""
+        whole = round_up(self.extent, self._backend.granularity)
+        return whole - self.held if self.state == "asleep" else 0
+
+    @property
     def tensor(self) -> Tensor:
-        """The region's memory, uint8 `[nbytes]`.
+        """The region's memory, uint8 `[extent]`.
 
         Raises:
             RuntimeError: the region is asleep or released; touching it would be touching foreign
@@ -86,18 +107,23 @@ class Region:
 class Event:
     """One change of the books."""
 
-    kind: Literal["allocate", "discard", "wake", "release", "out_of_memory"]
+    kind: Literal["allocate", "extend", "discard", "wake", "release", "out_of_memory"]
     tag: Tag
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class TagBooks:
-    """Sums over one tag's regions, in bytes."""
+    """Sums over one tag's regions, in bytes.
+
+    mapped: memory taken. asleep: memory that waking would take. reserved: addresses, of which any
+        part may be without memory.
+    """
 
     mapped: int
     asleep: int
     regions: int
+    reserved: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,37 +152,61 @@ class Arena:
         """Whether views of a region are valid again after `discard` and `wake`."""
         return self._backend.keeps_address
 
-    def allocate(self, tag: Tag, nbytes: int) -> Region:
-        """Reserves and maps a region; its content is undefined.
+    def allocate(self, tag: Tag, nbytes: int, mapped: int | None = None) -> Region:
+        """Reserves a region and maps its first `mapped` bytes, by default all; their content is
+        undefined. `extend` maps more later, at the same addresses.
 
         Raises:
             OutOfMemoryError: it does not fit; the books are as before.
-            ValueError: unknown tag, or not a positive size.
+            ValueError: unknown tag, not a positive size, or a part where addresses do not last.
         """
-        if tag not in TAGS or nbytes <= 0:
-            raise ValueError(f"cannot allocate {nbytes} bytes with the tag {tag!r}")
-        region = Region(tag, nbytes, self._backend, self._backend.reserve(nbytes))
+        extent = nbytes if mapped is None else mapped
+        if tag not in TAGS or not 0 < extent <= nbytes:
+            raise ValueError(f"cannot allocate {extent} of {nbytes} bytes with the tag {tag!r}")
+        if extent < nbytes:
+            self._check_parts()
+        region = Region(tag, nbytes, extent, self._backend, self._backend.reserve(nbytes))
         try:
-            self._map(region)
-        except OutOfMemoryError:
+            self._map(region, extent)
+        except BaseException:
+            self._give_back(region)
             self._backend.free(region.handle)
             raise
         self._regions[tag].append(region)
-        self._record("allocate", region)
+        self._record("allocate", tag, region.held)
         return region
+
+    def extend(self, region: Region, nbytes: int) -> None:
+        """Maps more of a region, so that its first `nbytes` have memory. Its address and what it
+        holds stay; `region.tensor` is longer afterwards.
+
+        Raises:
+            OutOfMemoryError: the rest does not fit; region and books are as before.
+            ValueError: more than was reserved, less than is mapped, or addresses do not last.
+            RuntimeError: the region is asleep or released.
+        """
+        self._check_parts()
+        if region.state != "mapped":
+            raise RuntimeError(f"a region of {region.tag} was extended while {region.state}")
+        if not region.extent <= nbytes <= region.nbytes:
+            raise ValueError(f"cannot extend {region.extent} to {nbytes} of {region.nbytes} bytes")
+        if nbytes > region.extent:
+            before = region.held
+            self._map(region, nbytes)
+            self._record("extend", region.tag, region.held - before)
 
     def discard(self, tag: Tag) -> int:
         """Gives the memory of a tag's regions back, keeps the regions; returns the bytes freed."""
         freed = 0
         for region in self._regions[tag]:
-            if region.state == "mapped":
-                self._unmap(region, "asleep")
-                self._record("discard", region)
-                freed += region.nbytes
+            if held := self._give_back(region):
+                self._record("discard", tag, held)
+                freed += held
         return freed
 
     def wake(self, tags: Iterable[Tag] = TAGS) -> None:
-        """Maps every sleeping region of the tags, with undefined content; all of them or none.
+        """Maps every sleeping region of the tags as far as it was mapped, with undefined content;
+        all of them or none.
 
         Raises:
             OutOfMemoryError: one did not fit; those mapped before it sleep again.
@@ -166,25 +216,27 @@ class Arena:
         ]
         for i, region in enumerate(asleep):
             try:
-                self._map(region)
-            except OutOfMemoryError:
-                for mapped in asleep[:i]:
-                    self._unmap(mapped, "asleep")
+                self._map(region, region.extent)
+            except BaseException:
+                for taken in asleep[: i + 1]:
+                    self._give_back(taken)
                 raise
         for region in asleep:
-            self._record("wake", region)
+            self._record("wake", region.tag, region.held)
 
     def release(self, tag: Tag) -> None:
         """Drops a tag's regions for good. Calling it again does nothing."""
-        while self._regions[tag]:
-            region = self._regions[tag].pop()
-            if region.state == "mapped":
-                self._unmap(region, "released")
-            region.state = "released"
+        regions = self._regions[tag]
+        while regions:
+            region = regions[-1]
+            held = self._give_back(region)
             self._backend.free(region.handle)
+            # Only now: what the driver refused to give back stays in the books.
+            regions.pop()
+            region.state = "released"
             # A handle that is gone cannot be freed a second time by whoever still holds the region.
             region.handle = None
-            self._record("release", region)
+            self._record("release", tag, held)
 
     def close(self) -> None:
         """Releases every tag."""
@@ -192,8 +244,9 @@ class Arena:
             self.release(tag)
 
     def bytes(self, tag: Tag, state: Literal["mapped", "asleep"]) -> int:
-        """Bytes of a tag's regions in a state."""
-        return sum(region.nbytes for region in self._regions[tag] if region.state == state)
+        """Bytes of memory that a tag's regions hold, or that they would take on waking."""
+        regions = self._regions[tag]
+        return sum(region.held if state == "mapped" else region.wanted for region in regions)
 
     def live_pointers(self, tag: Tag) -> tuple[int, ...]:
         """Addresses of a tag's mapped regions."""
@@ -202,27 +255,41 @@ class Arena:
     def snapshot(self) -> Snapshot:
         """A read-only copy of the books."""
         tags: dict[str, TagBooks] = {
-            tag: TagBooks(self.bytes(tag, "mapped"), self.bytes(tag, "asleep"), len(regions))
+            tag: TagBooks(
+                mapped=self.bytes(tag, "mapped"),
+                asleep=self.bytes(tag, "asleep"),
+                regions=len(regions),
+                reserved=sum(region.nbytes for region in regions),
+            )
             for tag, regions in self._regions.items()
         }
         return Snapshot(MappingProxyType(tags), tuple(self.events))
 
-    def _map(self, region: Region) -> None:
+    def _check_parts(self) -> None:
+        if not self.keeps_address:
+            name = type(self._backend).__name__
+            raise ValueError(f"{name} cannot map a region in part: its addresses do not last")
+
+    def _map(self, region: Region, extent: int) -> None:
         try:
-            self._backend.map(region.handle)
+            self._backend.map(region.handle, extent)
         except OutOfMemoryError:
-            self._record("out_of_memory", region)
+            self._record("out_of_memory", region.tag, extent)
             raise
-        region.state = "mapped"
+        region.state, region.extent = "mapped", extent
         region.pointer = region.tensor.data_ptr()
 
-    def _unmap(self, region: Region, state: State) -> None:
-        self._backend.unmap(region.handle)
-        region.state = state
-        region.pointer = 0
+    def _give_back(self, region: Region) -> int:
+        """Takes a region's memory away, if it has any; returns how much it was."""
+        held = region.held
+        # First: should the driver refuse midway, part of it is gone and nobody may touch the rest.
+        region.state, region.pointer = "asleep", 0
+        if held:
+            self._backend.unmap(region.handle)
+        return held
 
-    def _record(self, kind: Any, region: Region) -> None:
-        self.events.append(Event(kind, region.tag, region.nbytes))
+    def _record(self, kind: Any, tag: Tag, nbytes: int) -> None:
+        self.events.append(Event(kind, tag, nbytes))
 
 
 def carved_bytes(layout: Layout) -> int:
@@ -249,7 +316,12 @@ def carve(memory: Tensor, layout: Layout) -> list[Tensor]:
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN
+    return round_up(nbytes, ALIGN)
+
+
+def round_up(nbytes: int, step: int) -> int:
+    """The smallest multiple of `step` that is not below `nbytes`."""
+    return -(-nbytes // step) * step
 
 
 @dataclass(slots=True)
@@ -264,6 +336,7 @@ class TorchBackend:
     """Memory from torch's allocator on any device. A new map may lie at a new address."""
 
     keeps_address = False
+    granularity = 1
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
@@ -271,22 +344,21 @@ class TorchBackend:
     def reserve(self, nbytes: int) -> _Block:
         return _Block(nbytes)
 
-    def map(self, handle: _Block) -> None:
+    def map(self, handle: _Block, nbytes: int) -> None:
         try:
-            raw = torch.empty(handle.nbytes + ALIGN - 1, dtype=torch.uint8, device=self._device)
+            raw = torch.empty(nbytes + ALIGN - 1, dtype=torch.uint8, device=self._device)
         except (RuntimeError, TypeError) as e:
             # RuntimeError from the allocator, torch.OutOfMemoryError is one, too; TypeError for a
             # size beyond 64 bits.
-            size = handle.nbytes / 2**30
-            raise OutOfMemoryError(
-                f"{self._device} has no room for {size:.2f} GiB: free memory, or lower "
-                "max_num_seqs, max_model_len or kv_cache_memory_bytes"
-            ) from e
+            raise OutOfMemoryError(no_room(self._device, nbytes)) from e
         start = -raw.data_ptr() % ALIGN
-        handle.memory = raw[start : start + handle.nbytes]
+        handle.memory = raw[start : start + nbytes]
 
     def unmap(self, handle: _Block) -> None:
         handle.memory = None
+
+    def held(self, handle: _Block) -> int:
+        return 0 if handle.memory is None else handle.nbytes
 
     def tensor(self, handle: _Block) -> Tensor:
         if handle.memory is None:
@@ -294,7 +366,15 @@ class TorchBackend:
         return handle.memory
 
     def free(self, handle: _Block) -> None:
-        handle.memory = None
+        self.unmap(handle)
+
+
+def no_room(device: torch.device, nbytes: int) -> str:
+    """The message of an OutOfMemoryError."""
+    return (
+        f"{device} has no room for {nbytes / 2**30:.2f} GiB: free memory, or lower "
+        "gpu_memory_utilization, kv_cache_memory_bytes, max_num_seqs or max_model_len"
+    )
 
 
 class CpuFakeBackend:
@@ -306,17 +386,18 @@ class CpuFakeBackend:
 
     Args:
         fail_on: number of the map call, counted from 1, that finds no memory; None for never.
+        granularity: memory is taken in multiples of this many bytes.
     """
 
     keeps_address = True
     FILL = 0xA5
 
-    def __init__(self, fail_on: int | None = None) -> None:
+    def __init__(self, fail_on: int | None = None, granularity: int = 1) -> None:
         self.fail_on = fail_on
+        self.granularity = granularity
         self.maps = 0
-        self.unmaps = 0
         self.live: set[int] = set()
-        self.mapped: set[int] = set()
+        self.mapped: dict[int, int] = {}
 
     def reserve(self, nbytes: int) -> _Block:
         raw = np.frombuffer(bytearray(nbytes + ALIGN - 1), dtype=np.uint8)
@@ -325,23 +406,26 @@ class CpuFakeBackend:
         self.live.add(id(block))
         return block
 
-    def map(self, handle: _Block) -> None:
+    def map(self, handle: _Block, nbytes: int) -> None:
         self.maps += 1
         if self.maps == self.fail_on:
-            raise OutOfMemoryError(f"the fake device has no room for {handle.nbytes} bytes")
-        self._check(id(handle) in self.live and id(handle) not in self.mapped, "mapped twice")
-        self.mapped.add(id(handle))
-        self.tensor(handle).fill_(self.FILL)
+            raise OutOfMemoryError(f"the fake device has no room for {nbytes} bytes")
+        before = self.mapped.get(id(handle), 0)
+        self._check(id(handle) in self.live and before < nbytes <= handle.nbytes, "mapped twice")
+        self.mapped[id(handle)] = nbytes
+        self.tensor(handle)[before:].fill_(self.FILL)
 
     def unmap(self, handle: _Block) -> None:
         self._check(id(handle) in self.mapped, "unmapped twice")
-        self.unmaps += 1
-        self.mapped.remove(id(handle))
+        del self.mapped[id(handle)]
+
+    def held(self, handle: _Block) -> int:
+        return round_up(self.mapped.get(id(handle), 0), self.granularity)
 
     def tensor(self, handle: _Block) -> Tensor:
         if handle.memory is None or id(handle) not in self.mapped:
             raise RuntimeError("a handle was used while unmapped")
-        return handle.memory
+        return handle.memory[: self.mapped[id(handle)]]
 
     def free(self, handle: _Block) -> None:
         self._check(id(handle) in self.live, "freed twice")

@@ -20,7 +20,6 @@ from headrace.memory.arena import (
     carve,
     carved_bytes,
 )
-from headrace.memory.ledger import memory_table
 
 MIB = 2**20
 
@@ -113,7 +112,7 @@ def test_the_check_sees_a_wake_that_does_not_roll_back(monkeypatch: pytest.Monke
         for regions in self._regions.values():
             for region in regions:
                 if region.state == "asleep":
-                    self._map(region)
+                    self._map(region, region.extent)
 
     monkeypatch.setattr(Arena, "wake", careless)
     check_wake_rolls_back(1)  # nothing was mapped before the first
@@ -151,9 +150,9 @@ def test_fake_catches_double_use_of_a_handle() -> None:
     handle = backend.reserve(8)
     with pytest.raises(RuntimeError, match="unmapped twice"):
         backend.unmap(handle)
-    backend.map(handle)
+    backend.map(handle, 8)
     with pytest.raises(RuntimeError, match="mapped twice"):
-        backend.map(handle)
+        backend.map(handle, 8)
     with pytest.raises(RuntimeError, match="freed while mapped"):
         backend.free(handle)
     backend.unmap(handle)
@@ -226,6 +225,36 @@ def test_snapshot_is_read_only() -> None:
 LAYOUT = [((3, 5), torch.float32), ((7,), torch.bfloat16), ((), torch.int64), ((2, 64), torch.int8)]
 
 
+@pytest.mark.parametrize("granularity", [1, 64])
+def test_a_region_grows_where_it_lies(granularity: int) -> None:
+    arena = Arena(CpuFakeBackend(granularity=granularity))
+    region = arena.allocate("kv_cache", 1000, mapped=100)
+    held = -(-100 // granularity) * granularity
+    assert books(arena)["kv_cache"] == (held, 0) and region.tensor.numel() == 100
+    region.tensor.fill_(1)
+    arena.extend(region, 300)
+    assert bool((region.tensor[:100] == 1).all()) and bool((region.tensor[100:] == 0xA5).all())
+    assert (
+        arena.discard("kv_cache") == arena.bytes("kv_cache", "asleep") == 300 + -300 % granularity
+    )
+    arena.wake()
+    assert region.tensor.numel() == region.extent == 300
+    assert arena.snapshot().tags["kv_cache"].reserved == 1000
+
+
+def test_an_extend_without_memory_leaves_the_region() -> None:
+    backend = CpuFakeBackend(fail_on=2)
+    arena = Arena(backend)
+    region = arena.allocate("kv_cache", 1000, mapped=100)
+    region.tensor.fill_(1)
+    with pytest.raises(OutOfMemoryError):
+        arena.extend(region, 1000)
+    assert books(arena)["kv_cache"] == (100, 0) and region.extent == 100
+    assert bool((region.tensor == 1).all())
+    arena.extend(region, 1000)
+    assert [event.kind for event in arena.events] == ["allocate", "out_of_memory", "extend"]
+
+
 def check_carving(arena: Arena) -> None:
     region = arena.allocate("state", carved_bytes(LAYOUT))
     views = carve(region.tensor, LAYOUT)
@@ -256,18 +285,3 @@ def test_carving_refuses_what_does_not_fit(arena: Arena) -> None:
         carve(memory, [((1025,), torch.uint8)])
     with pytest.raises(ValueError, match="offset 8"):
         carve(memory[8:], [((1,), torch.uint8)])
-
-
-def test_table_says_what_is_held() -> None:
-    arena = Arena(CpuFakeBackend())
-    arena.allocate("weights", 3 * MIB)
-    arena.allocate("kv_cache", MIB // 2)
-    arena.discard("kv_cache")
-    lines = memory_table(arena.snapshot(), kv_tokens=12345).splitlines()
-    assert [line.split() for line in lines] == [
-        ["weights", "3.0", "MiB"],
-        ["state", "0.0", "MiB"],
-        ["KV", "cache", "(12,345", "tokens)", "0.0", "MiB", "(+", "0.5", "MiB", "asleep)"],
-        ["total", "3.0", "MiB", "(+", "0.5", "MiB", "asleep)"],
-    ]
-    assert len({line.index(" MiB") for line in lines}) == 1
