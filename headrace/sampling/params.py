@@ -135,6 +135,13 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def is_unicode(value: object) -> bool:
+    """A string without lone surrogates, which cannot be encoded."""
+    return isinstance(value, str) and (
+        value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
+    )
+
+
 def _strings(name: str, value: Any) -> tuple[str, ...]:
     strings = (value,) if isinstance(value, str) else value or ()
     if not isinstance(strings, Sequence) or any(not isinstance(s, str) or not s for s in strings):
