@@ -251,9 +251,9 @@ def _kind_fault(new: Any) -> str:
 
 def _number_fault(new: Any) -> str:
     for name, (low, high) in NUMBERS.items():
-        value = _reach(new, name)
-        if value is None and new.wishes is None and name.startswith("wishes."):
+        if new.wishes is None and name.startswith("wishes."):
             continue
+        value = _reach(new, name)
         if not (is_int(value) if name in WHOLE else is_number(value)) or not low <= value <= high:
             return f"{name} is no number from {low:g} to {high:g}"
     return ""
@@ -261,13 +261,13 @@ def _number_fault(new: Any) -> str:
 
 def _index_fault(new: Any, limits: Limits) -> str:
     for field in INDEX_FIELDS:
-        value = _reach(new, field.core) if field.core else None
-        if value is None and (not field.core or field.core.startswith("wishes.")):
+        if not field.core or (new.wishes is None and field.core.startswith("wishes.")):
             continue
+        value = _reach(new, field.core)
         if field.kind == "number" and not is_int(value):
             return f"{field.core} is no integer"
         # Of a word the ids before the last are only compared.
-        value = [word[-1] for word in value or ()] if field.kind == "words" else value
+        value = [word[-1] for word in value] if field.kind == "words" else value
         array = np.atleast_1d(np.asarray(value))
         end = limits.of(field.bound) + (field.on_bad == "clamp")
         if field.bound == "max_logprobs":
@@ -286,16 +286,16 @@ def _wish_fault(wishes: Wishes | None, prompt_len: int, limits: Limits) -> str:
     if wishes.prompt_len != prompt_len:
         return f"wishes.prompt_len is {wishes.prompt_len}, the prompt has {prompt_len} tokens"
     if len(wishes.bias_ids) != len(wishes.bias_values):
-        return f"{len(wishes.bias_values)} biases for {len(wishes.bias_ids)} tokens"
+        return f"wishes.bias_values and bias_ids: {len(wishes.bias_values)}, {len(wishes.bias_ids)}"
     if len(wishes.allowed) not in (0, -(-limits.logits // 32)):
         return f"wishes.allowed has {len(wishes.allowed)} words for {limits.logits} logits"
     return ""
 
 
 def _reach(new: Any, path: str) -> Any:
-    """The value at a dotted path; None behind wishes that there are none of."""
+    """The value at a dotted path."""
     for name in path.split("."):
-        new = getattr(new, name, None)
+        new = getattr(new, name)
     return new
 
 

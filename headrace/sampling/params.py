@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -169,7 +168,7 @@ def _check_bias(bias: Any) -> None:
         return
     if not isinstance(bias, Mapping):
         raise _bad("logit_bias", "a mapping of token ids to numbers", bias)
-    wrong = [value for value in bias.values() if not is_number(value) or not math.isfinite(value)]
+    wrong = [v for v in bias.values() if not is_number(v) or not -MAX_FLOAT <= v <= MAX_FLOAT]
     if wrong:
         raise _bad("logit_bias", "a mapping to finite numbers", wrong[0])
 

@@ -503,7 +503,7 @@ class Scheduler:
         if not length < new.limit <= self.max_len:
             return f"the limit {new.limit} is not above {length} and at most {self.max_len}"
         if len(new.stop_ids) > MAX_STOP_IDS:
-            return f"{len(new.stop_ids)} stop ids, at most {MAX_STOP_IDS} are possible"
+            return f"stop_ids has {len(new.stop_ids)} entries, at most {MAX_STOP_IDS} are possible"
         return ""
 
 
