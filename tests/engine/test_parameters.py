@@ -377,9 +377,13 @@ def prompt_lengths(model: Model) -> list[int]:
     prompt = [*range(3, 52)]
     with LLM(**model.settings) as llm:
         llm.generate([prompt], SamplingParams(max_tokens=1), use_tqdm=False)
-        deltas = list(llm.stream(prompt, params))
-    assert deltas[0].outputs[0].index == 1
-    return [len(d.prompt_logprobs) for d in deltas if d.prompt_logprobs is not None]
+        indices, lengths = [], []
+        for delta in llm.stream(prompt, params):
+            indices.append(delta.outputs[0].index)
+            if delta.prompt_logprobs is not None:
+                lengths.append(len(delta.prompt_logprobs))
+    assert indices[0] == 1
+    return lengths
 
 
 def test_the_prompts_log_probabilities_come_once_and_whole(model: Model) -> None:
