@@ -180,17 +180,16 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SamplingParams]:
 def test_the_temperature_of_a_command(where: Path, asked: Callable[..., SamplingParams]) -> None:
     """What was asked for; else the model's advice; else greedy, and 0.7 in a chat."""
     generate, chat = ["generate", str(where), "hi"], ["chat", str(where)]
-    for command, otherwise in ((generate, 0.0), (chat, 0.7)):
-        assert asked(*command).temperature == 0.6
-        assert asked(*command).top_k == 40
-        assert asked(*command, "--temperature", "0.3").temperature == 0.3
-        assert asked(*command, "--temperature", "0").temperature == 0
-        assert asked(*command, "--generation-config", "none").temperature == otherwise
-        assert asked(*command, "--generation-config", "none").top_k == 0
-    assert asked(*generate).max_tokens == 256 and asked(*chat).max_tokens is None
+    for command, otherwise, limit in ((generate, 0.0, 256), (chat, 0.7, None)):
+        advised = asked(*command)
+        assert (advised.temperature, advised.top_k, advised.max_tokens) == (0.6, 40, limit)
+        cold = asked(*command, "--temperature", "0")
+        assert (cold.temperature, cold.top_k) == (0.0, 40)
+        plain = asked(*command, "--generation-config", "none")
+        assert (plain.temperature, plain.top_k) == (otherwise, 0)
     advise(where, top_p=0.5)
-    assert (asked(*generate).temperature, asked(*chat).temperature) == (0.0, 0.7)
-    assert asked(*generate).top_p == 0.5
+    greedy = asked(*generate)
+    assert (greedy.temperature, greedy.top_p) == (0.0, 0.5)
 
 
 def test_mutant_a_command_has_its_own_default(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from headrace.sched.request import NewRequest, Publish
 from headrace.sched.scheduler import Counters, Scheduler
 from headrace.worker.draws import Draws
 from headrace.worker.edits import Edits
+from tests import tiny_model
 from tests.engine.reference import (
     VOCAB,
     Model,
@@ -143,6 +145,22 @@ def test_the_same_outputs_on_small_pages(
     assert differing(results, wanted) == []
 
 
+def test_ids_without_text_are_masked_in_any_way(
+    tmp_path: Path, work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizer lacks the last six ids."""
+    narrow = make_model(tmp_path)
+    tiny_model.save_tokenizer(tmp_path, tiny_model.TEXT_FIRST[: VOCAB - 6])
+    free, _ = computed(narrow, work, Way(PLAIN), monkeypatch)
+    assert max(i for r in free for p in r.outputs for i in p.token_ids) >= VOCAB - 6
+    mask = {"mask_undecodable_ids": True}
+    want, _ = computed(narrow, work, Way(PLAIN | mask), monkeypatch)
+    assert max(i for r in want for p in r.outputs for i in p.token_ids) < VOCAB - 6
+    way = Way(TIGHT | mask | {"max_num_batched_tokens": 21}, head_room=False)
+    results, counters = computed(narrow, work, way, monkeypatch)
+    assert differing(results, want) == [] and counters.preemptions >= 2
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_order_does_not_matter(
     model: Model, work: Work, wanted: list[RequestOutput], seed: int
@@ -258,28 +276,31 @@ def drop(name: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "fault",
+    ("fault", "parameter"),
     [
-        logprobs_of_edits,
-        no_space_before,
-        penalties_first,
-        children_alike,
-        stops_too_early,
-        drop("_bias"),
-        drop("_allow"),
-        drop("_ban_words"),
-        drop("_penalize"),
-        drop("_custom"),
+        (logprobs_of_edits, "logprobs"),
+        (no_space_before, "bad_words"),
+        (penalties_first, "logit_bias"),
+        (children_alike, "n"),
+        (stops_too_early, "min_tokens"),
+        (drop("_bias"), "logit_bias"),
+        (drop("_allow"), "allowed_token_ids"),
+        (drop("_ban_words"), "bad_words"),
+        (drop("_penalize"), "presence_penalty"),
+        (drop("_custom"), "extra_args"),
     ],
-    ids=lambda fault: fault.__name__,
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_the_slow_loop_catches_faults(
-    model: Model, work: Work, monkeypatch: pytest.MonkeyPatch, fault: Any
+    model: Model, work: Work, monkeypatch: pytest.MonkeyPatch, fault: Any, parameter: str
 ) -> None:
+    usual = getattr(SamplingParams(), parameter)
+    users = [i for i, params in enumerate(work.params) if getattr(params, parameter) != usual]
+    some = work.at(users)
     fault(monkeypatch)
-    results, _ = computed(model, work, Way(), monkeypatch)
+    results, _ = computed(model, some, Way(), monkeypatch)
     monkeypatch.undo()
-    assert faults(model, work, results) != []
+    assert faults(model, some, results) != []
 
 
 # --- streams --------------------------------------------------------------------------------------
