@@ -21,6 +21,7 @@ from headrace.ops import filters, gumbel
 from headrace.sampling import sampler
 from headrace.sampling.noise import derive_seed
 from headrace.sampling.wishes import Wishes
+from headrace.worker.draws import Draws
 from headrace.worker.edits import Edits
 from tests.sampling.harness import Harness, new_request, spelled
 from tests.sampling.reference import Asked, counts, probabilities, processed
@@ -244,6 +245,11 @@ def counted_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ops, "count_output", twice)
 
 
+def forgotten(patch: pytest.MonkeyPatch) -> None:
+    see = Draws._see
+    patch.setattr(Draws, "_see", lambda self, row, prompt, known: see(self, row, prompt, prompt))
+
+
 def prompt_is_output(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ops, "mark_prompt", ops.count_output)
 
@@ -274,6 +280,7 @@ MUTANTS = {
     "bans on the next row": (ALONE["bad token"], op_with("ban", 1, next_row)),
     "outputs are not counted": (ALONE["frequency"], uncounted),
     "outputs are counted twice": (ALONE["frequency"], counted_twice),
+    "outputs are forgotten in a preemption": (ALONE["frequency"], forgotten),
     "the prompt is output": (ALONE["presence"], prompt_is_output),
     "min_tokens one less": (ALONE["min_tokens"], wishes_with(min_len=lambda w: w.min_len - 1)),
     "min_tokens one more": (ALONE["min_tokens"], wishes_with(min_len=lambda w: w.min_len + 1)),
