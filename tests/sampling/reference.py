@@ -122,6 +122,6 @@ def log_softmax(x_nV: Doubles) -> Doubles:
 
 def counts(output_nT: Longs, vocab: int) -> Longs:
     """`[n, V]` how often each token was generated."""
-    row, at = (output_nT >= 0).nonzero()
+    row, at = ((output_nT >= 0) & (output_nT < vocab)).nonzero()
     flat = np.bincount(row * vocab + output_nT[row, at], minlength=len(output_nT) * vocab)
     return flat.reshape(len(output_nT), vocab)
