@@ -52,7 +52,11 @@ class _Numbers:
 
 
 def new_request(
-    vocab: int, params: SamplingParams, prompt: Sequence[int], eos: Sequence[int] = (), **fields: Any
+    vocab: int,
+    params: SamplingParams,
+    prompt: Sequence[int],
+    eos: Sequence[int] = (),
+    **fields: Any,
 ) -> NewRequest:
     """What the real front end makes of parameters; some fields of it changed."""
     info = SimpleNamespace(
@@ -127,7 +131,9 @@ class Harness:
         q_len = (self.host.known_hi - self.host.len_hi)[live]
         q_len = q_len if chunk is None else q_len.clip(max=chunk)
         self._epoch += 1
-        return self.builder.pack(self._epoch, live.astype(np.int32), q_len.astype(np.int32), self.host)
+        return self.builder.pack(
+            self._epoch, live.astype(np.int32), q_len.astype(np.int32), self.host
+        )
 
     def run(
         self,

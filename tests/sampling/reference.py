@@ -94,7 +94,9 @@ def kept(x_nV: Doubles, params: Any, near: float = 0) -> Bools:
     falling_nV = -np.sort(np.where(keep_nV, -x_nV, np.inf), axis=1)
     if 0 < params.top_k < vocab:
         keep_nV &= x_nV >= falling_nV[:, params.top_k - 1, None]
-        falling_nV = np.where(falling_nV >= falling_nV[:, params.top_k - 1, None], falling_nV, -np.inf)
+        falling_nV = np.where(
+            falling_nV >= falling_nV[:, params.top_k - 1, None], falling_nV, -np.inf
+        )
     if params.top_p < 1:
         mass_nV = np.exp(falling_nV / float(temperature) - top_n1)
         share_nV = mass_nV.cumsum(axis=1)
@@ -106,7 +108,7 @@ def kept(x_nV: Doubles, params: Any, near: float = 0) -> Bools:
 
 
 def probabilities(x_nV: Doubles, params: Any) -> Doubles:
-    """Of each token, given the processed logits; a temperature of 0 takes the first of the largest."""
+    """Of each token, given the processed logits. Temperature 0 takes the first of the largest."""
     if params.temperature == 0:
         return np.eye(x_nV.shape[1])[x_nV.argmax(axis=1)]
     s_nV = np.where(kept(x_nV, params), x_nV / float(np.float32(params.temperature)), -np.inf)

@@ -17,6 +17,7 @@ from headrace.engine import wishes as front
 from headrace.ops import edits as ops
 from headrace.ops import filters
 from headrace.sampling import sampler
+from headrace.sampling import wishes as records
 from headrace.sampling.noise import as_int64
 from headrace.sampling.sampler import Sampler
 from headrace.worker.edits import Edits
@@ -67,9 +68,7 @@ def rounded_to(dtype: torch.dtype) -> Callable[[np.ndarray], np.ndarray]:
     return lambda x: torch.from_numpy(x).to(dtype).double().numpy()
 
 
-def drawn(
-    asks: list[tuple[Asked, list[int]]], raw: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def drawn(asks: list[tuple[Asked, list[int]]], raw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """One step of all rows: the logits after the edits, the floors, the tokens."""
     harness = Harness(len(asks), V, max_len=128)
     for ask, output in asks:
@@ -125,6 +124,46 @@ def test_a_thousand_rows_are_as_numpy_says(dtype: torch.dtype) -> None:
     near = sum(check(100, dtype, seed) for seed in range(10))
     print(f"{dtype}: {near} of 1000 tokens differ by a tie within 4 ulp")
     assert near <= 5
+
+
+ALL = set(range(10))
+EXTREMES: list[tuple[dict[str, Any], set[int]]] = [
+    ({"temperature": 3.4e38, "top_k": 3, "top_p": 0.5, "min_p": 0.5}, {8, 9}),
+    ({"temperature": 1e-5, "top_k": 3, "top_p": 0.5, "min_p": 0.5}, {9}),
+    ({"temperature": 1e-6, "top_k": 3}, {9}),
+    ({"temperature": 1e-300}, {9}),
+    ({"top_p": 1e-300}, {9}),
+    ({"min_p": 1e-300}, ALL),
+    ({"min_p": 1.0}, {9}),
+    ({"top_k": 10**30}, ALL),
+    ({"repetition_penalty": 3.4e38}, ALL - {9}),
+    ({"repetition_penalty": 1e-300}, {1}),
+    ({"logit_bias": {3: 10**400, 4: -(10**400), 5: 1e300}, "top_k": 1}, {5}),
+    ({"max_tokens": None, "min_tokens": 2**40, "stop_token_ids": [3, 8]}, ALL - {3, 8}),
+    ({"max_tokens": 2**70, "min_tokens": 2**31, "stop_token_ids": [3, 8]}, ALL - {3, 8}),
+]
+"""What is allowed at the ends of the ranges, and the tokens it leaves of logits 0, 1, ..., 9."""
+
+
+def extreme(params: dict[str, Any]) -> set[int]:
+    """The tokens of 200 rows."""
+    harness = Harness(200, 10)
+    for seed in range(200):
+        harness.admit(new_request(10, SamplingParams(**params, seed=seed), [1, 9]))
+    return set(harness.step(lambda rows: torch.arange(10.0).repeat(200, 1)).tokens.tolist())
+
+
+@pytest.mark.parametrize(("params", "left"), EXTREMES, ids=range(len(EXTREMES)))
+def test_extreme_values_mean_what_they_say(params: dict[str, Any], left: set[int]) -> None:
+    """200 draws take all likely tokens, and none that is left out."""
+    seen = extreme(params)
+    assert seen <= left and len(seen) >= min(len(left), 5)
+
+
+def test_mutant_whose_record_is_too_narrow_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "LONGEST", 2**63)
+    with pytest.raises(OverflowError):
+        extreme(EXTREMES[-1][0])
 
 
 # --- mutants -------------------------------------------------------------------------------------

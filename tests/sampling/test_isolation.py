@@ -246,8 +246,7 @@ def test_the_scheduler_would_refuse_these_requests() -> None:
 def flat(
     table: Tensor, row_K: Tensor, id_K: Tensor, change: Callable[[Tensor, Tensor], Tensor]
 ) -> None:
-    """Writes where an unmasked kernel does: at row * stride + id, if that is in the buffer at all.
-    """
+    """Writes where an unmasked kernel does, at row * stride + id, if that is in the buffer."""
     size = table.untyped_storage().nbytes() // table.element_size()
     memory = table.as_strided((size,), (1,), 0)
     place_K = table.storage_offset() + row_K * table.stride(0) + id_K

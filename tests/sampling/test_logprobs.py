@@ -119,6 +119,7 @@ def test_generated_tokens(dtype: torch.dtype, edited: bool, decodable: int | Non
 
 # --- prompts -------------------------------------------------------------------------------------
 
+
 def prompts(chunk: int | None = None) -> list[Blocks]:
     """Prompts of several lengths, some of which ask; one comes back after a preemption. Checks what
     they get and returns it, step by step.

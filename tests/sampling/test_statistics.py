@@ -44,21 +44,21 @@ def asked(bad_words: tuple[tuple[int, ...], ...] = (), **params: Any) -> Asked:
     return Asked(made, PROMPT, stops, bad_words)
 
 
-def excess(*kinds: Asked) -> float:
-    """The largest chi-square over its threshold, of 50,000 draws; infinite if a token was drawn
+def excess(*kinds: Asked, count: int = N) -> float:
+    """The largest chi-square over its threshold, of `count` draws; infinite if a token was drawn
     that must not be.
 
     Chi-squares are those of each kind's first tokens, of those that min_tokens no longer touches,
     and of all others, new and repeated tokens apart. Where probabilities differ from draw to draw,
     expected counts are their sums, and chi-square is rather too small.
     """
-    harness = Harness(N // STEPS, V)
+    harness = Harness(count // STEPS, V)
     news = [new_request(V, kind.params, kind.prompt) for kind in kinds]
-    raw_K1V, kind_R = LOGITS[: len(kinds)], np.zeros(N // STEPS, np.int64)
+    raw_K1V, kind_R = LOGITS[: len(kinds)], np.zeros(count // STEPS, np.int64)
     seen, want = np.zeros((2, len(kinds), 4, V))
     preempted: list[tuple[Any, Any]] = []
     drawn = started = 0
-    while drawn < N:
+    while drawn < count:
         while harness.host.free:
             if preempted:
                 new, known = preempted.pop()
@@ -85,10 +85,10 @@ def excess(*kinds: Asked) -> float:
         drawn += len(step.tokens)
         for row in step.rows[step.why > 0]:
             harness.release(row)
-        if drawn % 7 == 0:
-            for row in step.rows[(step.why == 0) & (step.tokens % 9 == 5)]:
-                preempted.append((harness.host.request[row].new, harness.known(row)))
-                harness.release(row)
+        length_S = (step.output_ST >= 0).sum(axis=1)
+        for row in step.rows[(step.why == 0) & (length_S % 7 == 5) & (step.rows % 3 > 0)]:
+            preempted.append((harness.host.request[row].new, harness.known(row)))
+            harness.release(row)
     parts = [(kind, part) for kind in range(len(kinds)) for part in (0, 1, slice(2, 4))]
     return max(ratio(seen[part].ravel(), want[part].ravel()) for part in parts)
 
@@ -285,9 +285,9 @@ MUTANTS = {
     "min_tokens one less": (ALONE["min_tokens"], wishes_with(min_len=lambda w: w.min_len - 1)),
     "min_tokens one more": (ALONE["min_tokens"], wishes_with(min_len=lambda w: w.min_len + 1)),
     "bad words begin in the prompt": (ALONE["bad words"], wishes_with(prompt_len=lambda w: 0)),
-    "bad words but the longest": (
+    "bad words of two tokens only": (
         ALONE["bad words"],
-        wishes_with(bad_words=lambda w: w.bad_words[:2]),
+        wishes_with(bad_words=lambda w: w.bad_words[:1]),
     ),
 }
 
@@ -301,4 +301,4 @@ def test_what_mutants_are_shown_with_is_right_without(name: str) -> None:
 def test_mutants_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, mutate = MUTANTS[name]
     mutate(monkeypatch)
-    assert excess(kind, ALONE["nothing"]) > 1
+    assert excess(kind, ALONE["nothing"], count=20_000) > 1
