@@ -162,8 +162,7 @@ def _check_bias(bias: Any) -> None:
         return
     if not isinstance(bias, Mapping):
         raise _bad("logit_bias", "a mapping of token ids to numbers", bias)
-    # Not by isfinite, which raises for an integer too large for a float.
-    wrong = [v for v in bias.values() if not is_number(v) or not -math.inf < v < math.inf]
+    wrong = [value for value in bias.values() if not is_number(value) or not math.isfinite(value)]
     if wrong:
         raise _bad("logit_bias", "a mapping to finite numbers", wrong[0])
 

@@ -19,7 +19,6 @@ Floats = NDArray[np.float32]
 NOTHING = np.empty(0, np.int32)
 HEAD = 13
 """Words before the arrays."""
-LONGEST = 2**31 - 1
 OFF = -1
 """Log-probabilities that nobody asked for; 0 asks for the chosen token's alone."""
 
@@ -77,9 +76,7 @@ class Wishes:
             np.frombuffer(extra.ljust(-(-len(extra) // 4) * 4, b"\0"), np.int32),
         ]
         reals = np.array([self.repetition, self.presence, self.frequency], np.float32)
-        # A client may ask for any number of tokens at least; no row gets longer than a word says.
-        min_len = min(self.min_len, LONGEST)
-        whole = [self.prompt_len, min_len, self.logprobs, self.prompt_logprobs, len(extra)]
+        whole = [self.prompt_len, self.min_len, self.logprobs, self.prompt_logprobs, len(extra)]
         sizes = [len(part) for part in parts if part is not parts[1]]
         head = np.array([*whole, *sizes], np.int32)
         return np.concatenate([reals.view(np.int32), head, *parts])
