@@ -225,14 +225,16 @@ def test_the_scheduler_would_refuse_these_requests() -> None:
     new = wild_row(rng, 1).new
     assert fault(new, limits)
     assert new.wishes is not None
-    fine = replace(new, prompt=np.array([1], np.int32), stop_ids=(), top_k=0)
-    none = replace(new.wishes, bias_ids=fine.prompt[:0], bad_words=())
+    one = np.array([1], np.int32)
+    fine = replace(new, prompt=one, stop_ids=(), top_k=0, top_p=1.0, min_p=0.0)
+    values = new.wishes.bias_values
+    none = replace(new.wishes, prompt_len=1, bias_ids=one[:0], bias_values=values[:0], bad_words=())
     assert not fault(replace(fine, wishes=none), limits)
     for parts in (
-        {"prompt": new.prompt},
+        {"prompt": np.array([V], np.int32)},
         {"stop_ids": new.stop_ids},
         {"top_k": V + 1},
-        {"wishes": replace(none, bias_ids=new.wishes.bias_ids)},
+        {"wishes": replace(none, bias_ids=new.wishes.bias_ids, bias_values=values)},
         {"wishes": replace(none, bad_words=new.wishes.bad_words)},
         {"wishes": replace(none, allowed=none.allowed[:-1])},
         {"wishes": replace(none, logprobs=21)},
