@@ -9,7 +9,7 @@ import numpy as np
 
 from headrace.chat.tokenizer import Tokenizer
 from headrace.engine.errors import BadRequestError
-from headrace.sampling.indices import MAX_BAD_TOKENS, MAX_BAD_WORDS, Limits
+from headrace.sampling.indices import MAX_BAD_TOKENS, MAX_BAD_WORDS, MAX_INT32, Limits
 from headrace.sampling.params import MAX_BIAS, SamplingParams
 from headrace.sampling.wishes import NOTHING, OFF, Wishes, pack_ids
 
@@ -43,7 +43,7 @@ def make_wishes(
         params.repetition_penalty,
         params.presence_penalty,
         params.frequency_penalty,
-        prompt_len + params.min_tokens,
+        min(prompt_len + params.min_tokens, MAX_INT32),
         _width(params.logprobs, limits),
         _width(params.prompt_logprobs, limits),
         ids,

@@ -27,6 +27,8 @@ MAX_BAD_WORDS = 128
 MAX_BAD_TOKENS = 1024
 """Tokens of all bad words, spellings with a space before included."""
 
+MAX_INT32 = 2**31 - 1
+
 Bound = Literal["logits", "embed", "max_logprobs"]
 OnBad = Literal["reject", "clamp", "mask", "drop"]
 
