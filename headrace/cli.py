@@ -39,6 +39,14 @@ bench_app = typer.Typer(no_args_is_help=True, help="Measures an engine; prints J
 app.add_typer(bench_app, name="bench")
 
 Temperature = Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")]
+Advised = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        help="0 takes the likeliest token each time. Unset: what the model's files advise, or else "
+        "0 for generate and 0.7 for chat.",
+    ),
+]
 MaxTokens = Annotated[
     int, typer.Option(min=0, help="Tokens to generate at most; 0 for no limit but the context.")
 ]
@@ -138,7 +146,7 @@ def generate(
         str, typer.Argument(metavar="PROMPT", help="What to answer, or with --raw to complete.")
     ],
     max_tokens: MaxTokens = 256,
-    temperature: Temperature = 0.0,
+    temperature: Advised = None,
     system: System = "",
     raw: Annotated[
         bool, typer.Option("--raw", help="Complete the text as it is, without a chat template.")
@@ -149,7 +157,7 @@ def generate(
     full: Prompt = prompt
     if template is not None:
         full = llm.render([*_system(system), {"role": "user", "content": prompt}])
-    answer = _stream(llm, full, _params(max_tokens, temperature))
+    answer = _stream(llm, full, _params(llm, max_tokens, temperature, otherwise=0.0))
     _say(f"\n{answer.summary}")
     if answer.stopped:
         raise KeyboardInterrupt
@@ -164,7 +172,7 @@ def generate(
 def chat(
     llm: "LLM",
     max_tokens: MaxTokens = 0,
-    temperature: Temperature = 0.7,
+    temperature: Advised = None,
     system: System = "",
 ) -> None:
     """Talks with a model. /reset forgets, /quit or Ctrl-D leaves, Ctrl-C stops an answer."""
@@ -172,7 +180,7 @@ def chat(
         raise BadRequestError(
             f"{llm.config.model} has no chat template: use {_own_name()} generate --raw"
         )
-    history = _system(system)
+    history, params = _system(system), _params(llm, max_tokens, temperature, otherwise=0.7)
     _say("/reset forgets, /quit or Ctrl-D leaves, Ctrl-C stops an answer.")
     while True:
         line = _read_line()
@@ -181,7 +189,7 @@ def chat(
         if line == "/reset":
             history = _system(system)
         elif line:
-            history = _turn(llm, history, line, _params(max_tokens, temperature))
+            history = _turn(llm, history, line, params)
 
 
 def _read_line() -> str | None:
@@ -228,7 +236,7 @@ def bench_throughput(
     """All requests at once: tokens a second."""
     from headrace import bench
 
-    params = _params(output_len, temperature, ignore_eos=True)
+    params = _fixed(output_len, temperature)
     _print_json(llm, bench.throughput(llm, num_prompts, input_len, params))
 
 
@@ -246,7 +254,7 @@ def bench_latency(
     """One batch at a time: seconds from submission to the last token."""
     from headrace import bench
 
-    params = _params(output_len, temperature, ignore_eos=True)
+    params = _fixed(output_len, temperature)
     run = bench.latency(llm, batch_size, input_len, params, num_iters, num_iters_warmup)
     _print_json(llm, run)
 
@@ -321,12 +329,23 @@ def _stream(llm: "LLM", prompt: "Prompt", params: "SamplingParams") -> Answer:
     return Answer("".join(text), summary + " (stopped)" * stopped, stopped, error)
 
 
-def _params(max_tokens: int, temperature: float, ignore_eos: bool = False) -> "SamplingParams":
+def _params(
+    llm: "LLM", max_tokens: int, temperature: float | None, otherwise: float
+) -> "SamplingParams":
+    """What the model's files advise, with what was asked for in its place."""
     from headrace.sampling.params import SamplingParams
 
-    return SamplingParams(
-        temperature=temperature, max_tokens=max_tokens or None, ignore_eos=ignore_eos
-    )
+    asked: dict[str, Any] = {"max_tokens": max_tokens or None}
+    if temperature is not None:
+        asked["temperature"] = temperature
+    return SamplingParams(**({"temperature": otherwise} | dict(llm.advice) | asked))
+
+
+def _fixed(tokens: int, temperature: float) -> "SamplingParams":
+    """A benchmark's, whatever the model's files advise."""
+    from headrace.sampling.params import SamplingParams
+
+    return SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
 
 
 def _own_name() -> str:

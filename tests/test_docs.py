@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from headrace import cli
+from headrace import SamplingParams, cli
 from headrace.config import EngineConfig
 from headrace.engine import llm as llm_module
 from tools import configdocs
@@ -86,6 +86,34 @@ def test_mutant_a_changed_default_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(EngineConfig.__dataclass_fields__["max_num_seqs"], "default", 7)
     with pytest.raises(AssertionError, match="run python tools/configdocs"):
         test_the_configuration_page_is_up_to_date()
+
+
+def test_the_table_of_indices_is_up_to_date() -> None:
+    page = configdocs.SAMPLING.read_text()
+    assert page == configdocs.with_indices(page), "run python tools/configdocs.py"
+    assert page.count("| reject |") == sum(f.on_bad == "reject" for f in configdocs.INDEX_FIELDS)
+
+
+def test_mutant_a_changed_bound_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    fewer = tuple(f for f in configdocs.INDEX_FIELDS if f.path != "logit_bias")
+    monkeypatch.setattr(configdocs, "INDEX_FIELDS", fewer)
+    with pytest.raises(AssertionError, match="run python tools/configdocs"):
+        test_the_table_of_indices_is_up_to_date()
+
+
+def unnamed_parameters() -> set[str]:
+    """Parameters that the page on sampling does not name."""
+    named = set(re.findall(r"`(\w+)`", configdocs.SAMPLING.read_text()))
+    return SamplingParams.__dataclass_fields__.keys() - named
+
+
+def test_every_parameter_is_on_the_page() -> None:
+    assert unnamed_parameters() == set()
+
+
+def test_mutant_a_parameter_that_no_page_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SamplingParams.__dataclass_fields__, "shyness", None)
+    assert unnamed_parameters() == {"shyness"}
 
 
 def blocks(language: str) -> list[str]:

@@ -30,6 +30,7 @@ from headrace.engine.errors import (
     ModelNotFoundError,
     OutOfMemoryError,
 )
+from headrace.sched import scheduler
 from tests import tiny_model
 from tests.models_for_tests import gguf_bytes, tiny_gguf_metadata, tiny_gguf_tensors
 
@@ -413,7 +414,8 @@ def test_a_bad_prompt_on_the_command_line(
 def test_mutant_what_is_not_checked_kills_the_engine(
     whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frontend, "_is_unicode", lambda text: True)
+    monkeypatch.setattr(frontend, "is_unicode", lambda text: True)
+    monkeypatch.setattr(scheduler, "fault", lambda new, limits: "")
     with LLM(whole) as llm:
         with pytest.raises(EngineDeadError, match="the engine broke"):
             llm.generate({"prompt": "a", "cache_salt": "\ud800"}, GREEDY, use_tqdm=False)

@@ -5,6 +5,7 @@ and no transformers.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+TEXT_FIRST = [*BYTES[:94], "Ġ", "Ċ", *[piece for piece in BYTES[94:] if piece not in "ĠĊ"]]
+"""The same, ASCII and spaces before the rest: its first 96 are enough for plain text."""
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 32,
@@ -55,12 +58,17 @@ def tensors(config: dict[str, Any] = CONFIG) -> dict[str, np.ndarray]:
     return {f"{n}.weight": rng.standard_normal(shape, np.float32) for n, shape in shapes.items()}
 
 
-def save(directory: Path) -> Path:
-    """Writes config, weights and a tokenizer of single bytes with a chat template."""
+def save(directory: Path, pieces: Sequence[str] = BYTES, **fields: Any) -> Path:
+    """Writes config, weights and a tokenizer with a chat template.
+
+    Args:
+        pieces: the tokenizer's tokens, bytes in its alphabet; as many as the model has, or not.
+        fields: of the config, changed.
+    """
     directory.mkdir(exist_ok=True)
-    write_config(directory)
-    save_file(tensors(), directory / "model.safetensors")
-    save_tokenizer(directory)
+    write_config(directory, **fields)
+    save_file(tensors(CONFIG | fields), directory / "model.safetensors")
+    save_tokenizer(directory, pieces)
     return directory
 
 
@@ -76,9 +84,9 @@ def change_tensors(directory: Path, **fields: np.ndarray | None) -> None:
     save_file({name: value for name, value in changed.items() if value is not None}, path)
 
 
-def save_tokenizer(directory: Path) -> None:
-    """Writes tokenizer.json and a chat template: a token for every byte."""
-    vocab = {piece: i for i, piece in enumerate(BYTES)}
+def save_tokenizer(directory: Path, pieces: Sequence[str] = BYTES) -> None:
+    """Writes tokenizer.json and a chat template: a token for every byte, or for some."""
+    vocab = {piece: i for i, piece in enumerate(pieces)}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -1,6 +1,7 @@
-"""Writes docs/configuration.md from `EngineConfig`, so that the page cannot fall behind.
+"""Writes docs/configuration.md from `EngineConfig`, and the table of indices in docs/sampling.md
+from `INDEX_FIELDS`, so that the pages cannot fall behind.
 
-Run it after a change of headrace/config.py; tests/test_docs.py tells if that was forgotten.
+Run it after a change of either; tests/test_docs.py tells if that was forgotten.
 """
 
 from __future__ import annotations
@@ -11,8 +12,18 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from headrace.config import EngineConfig
+from headrace.sampling.indices import INDEX_FIELDS, IndexField
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGE = DOCS / "configuration.md"
+SAMPLING = DOCS / "sampling.md"
+BEGIN = "<!-- indices: made by `python tools/configdocs.py` -->\n"
+END = "<!-- end -->\n"
+BOUNDS = {"logits": "the logits", "embed": "the embedding", "max_logprobs": "`max_logprobs`"}
+INDEX_HEAD = """\
+| field | kind | below or within | at most | otherwise | used for |
+|---|---|---|---|---|---|
+"""
 HEAD = """\
 # Configuration
 
@@ -58,6 +69,25 @@ def render() -> str:
     return HEAD + "".join(rows) + TAIL
 
 
+def with_indices(page: str) -> str:
+    """The text of docs/sampling.md with the table of indices made anew.
+
+    Raises:
+        ValueError: it has no place for it.
+    """
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{SAMPLING.name} has no lines {BEGIN.strip()} and {END.strip()}")
+    return before + begin + INDEX_HEAD + "".join(map(_index_row, INDEX_FIELDS)) + end + after
+
+
+def _index_row(field: IndexField) -> str:
+    most = "" if field.most is None else str(field.most)
+    cells = (f"`{field.path}`", field.kind, BOUNDS[field.bound], most, field.on_bad, field.consumer)
+    return f"| {' | '.join(cells)} |\n"
+
+
 def _flag(name: str, hint: Any) -> str:
     if name == "model":
         return ""
@@ -76,3 +106,4 @@ def _values(hint: Any) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(render(), encoding="utf-8")
+    SAMPLING.write_text(with_indices(SAMPLING.read_text(encoding="utf-8")), encoding="utf-8")

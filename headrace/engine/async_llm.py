@@ -18,7 +18,7 @@ from headrace.engine.errors import BadRequestError, EngineDeadError
 from headrace.engine.frontend import Prompt
 from headrace.engine.local import LocalEngine, forget_frames, make_config
 from headrace.engine.outputs import CompletionOutput, RequestOutput
-from headrace.engine.session import Group
+from headrace.engine.session import Group, Session
 from headrace.sampling.params import SamplingParams
 from headrace.sched.request import Publish
 
@@ -33,13 +33,13 @@ class _Listener:
         self._group = group
         self.news = asyncio.Event()
 
-    def pieces(self, router: Router) -> Iterator[CompletionOutput]:
+    def pieces(self, router: Router) -> Iterator[tuple[Session, CompletionOutput]]:
         """What is new of each sequence."""
         for session in self._group.sessions:
             if not session.done:
                 piece = session.update(router)
                 if piece.text or piece.token_ids or session.done:
-                    yield piece
+                    yield session, piece
 
 
 class _Teller:
@@ -147,14 +147,15 @@ class AsyncLLM:
                 await listener.news.wait()
                 listener.news.clear()
                 self._alive()
-                for piece in listener.pieces(engine.router):
+                for session, piece in listener.pieces(engine.router):
+                    if session.done:
+                        # Now: the core must not work on it while the others go on.
+                        self._close(session, abort=session.own_end)
                     yield group.output([piece])
         finally:
             del self._ids[prepared.request_id]
             for session in group.sessions:
-                del self._listeners[session.stream]
-                if self._engine is not None:
-                    engine.close(session, abort=session.own_end or not session.done)
+                self._close(session, abort=True)
 
     async def abort(self, request_id: str) -> None:
         """Ends a request: its iterator yields a last output with finish_reason "abort". Unknown ids
@@ -186,6 +187,12 @@ class AsyncLLM:
             listener.news.set()
         forget_frames(self._dead)
         return engine.shutdown()
+
+    def _close(self, session: Session, abort: bool) -> None:
+        """Forgets a session, once."""
+        known = self._listeners.pop(session.stream, None) is not None
+        if known and self._engine is not None:
+            self._engine.close(session, abort)
 
     def _receive(self, news: Publish) -> None:
         if self._engine is None:

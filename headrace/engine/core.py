@@ -113,7 +113,7 @@ class EngineCore:
     def _retire(self) -> None:
         plan = self._in_flight.popleft()
         news = self.scheduler.commit(plan, self.executor.wait(plan))
-        if len(news.rows) or news.bound or news.ended:
+        if len(news.rows) or news.bound or news.ended or news.blocks:
             self._publish(news)
 
     def _drain(self, block: bool) -> None:

@@ -5,6 +5,7 @@ All checks of what a client sends are here: nothing that passes them can fail in
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from headrace.engine.wishes import make_wishes
 from headrace.loader.generation import Generation
 from headrace.sampling.indices import MAX_EOS_IDS, check_ids, check_params
 from headrace.sampling.noise import child_seed, derive_seed
-from headrace.sampling.params import SamplingParams
+from headrace.sampling.params import SamplingParams, is_unicode
 from headrace.sampling.wishes import OFF
 from headrace.sched.request import NewRequest
 
@@ -147,7 +148,8 @@ class Frontend:
             raise BadRequestError("extra_args: this engine has no logits processors", "extra_args")
         for processor in self.info.processors:
             try:
-                processor.prepare(params.extra_args)
+                # What the ranks will be given: JSON knows no tuples, and no keys but strings.
+                processor.prepare(json.loads(json.dumps(dict(params.extra_args))))
             except Exception as error:  # a user's code: whatever it raises refuses the request
                 name = type(processor).__name__
                 raise BadRequestError(f"extra_args: {name}: {error}", "extra_args") from error
@@ -157,7 +159,7 @@ class Frontend:
         salt = ""
         if isinstance(prompt, Mapping):
             salt = prompt.get("cache_salt") or ""
-            if not isinstance(salt, str) or not _is_unicode(salt):
+            if not is_unicode(salt):
                 raise BadRequestError(
                     f"cache_salt must be a string of valid Unicode, got {salt!r}", "cache_salt"
                 )
@@ -209,8 +211,3 @@ def _defaults(generation: Generation) -> dict[str, Any]:
         except BadRequestError as error:
             log.warning("generation_config.json: %s; it is not used", error)
     return good
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether the text has no lone surrogates, which cannot be encoded."""
-    return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)

@@ -164,6 +164,11 @@ class LLM:
         return self._alive().frontend.default_params()
 
     @property
+    def advice(self) -> Mapping[str, Any]:
+        """The sampling parameters that the model's authors advise, by name; may be empty."""
+        return self._alive().frontend.defaults
+
+    @property
     def config(self) -> EngineConfig:
         """The settings the engine was made with."""
         return self._alive().config

@@ -45,8 +45,8 @@ class RequestOutput:
     prompt: None where token ids were given. outputs: n sequences, in a delta the one with news.
     finished: all of them are over. num_cached_tokens: prompt tokens whose KV was found in the
     cache. error: what ended a sequence with finish_reason "error". prompt_logprobs: one entry a
-    prompt token, None for the first, which nothing predicts; in deltas, with the first that has
-    tokens.
+    prompt token, None for the first, which nothing predicts; in deltas, once, as soon as all are
+    known.
     """
 
     request_id: str

@@ -77,10 +77,11 @@ class Group:
         Args:
             whole: not a delta: all that is known is in it.
         """
-        prompt_logprobs = None
-        if whole or (not self._prompt_given and any(piece.token_ids for piece in pieces)):
+        first, prompt_logprobs = self.prepared.news[0], None
+        # Another sequence's first token may come before the last of them.
+        ready = self.prompt_logprobs and len(self.prompt_logprobs) == len(first.prompt)
+        if whole or (ready and not self._prompt_given):
             prompt_logprobs, self._prompt_given = self.prompt_logprobs, True
-        first = self.prepared.news[0]
         errors = [s.stream.error for s in self.sessions if s.stream.error is not None]
         return RequestOutput(
             request_id=self.prepared.request_id,

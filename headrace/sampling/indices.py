@@ -8,6 +8,7 @@ torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,7 +16,8 @@ from typing import Any, Literal
 import numpy as np
 
 from headrace.engine.errors import BadRequestError
-from headrace.sampling.params import is_int
+from headrace.sampling.params import RANGES, is_int, is_number, is_unicode
+from headrace.sampling.wishes import Wishes
 
 SHOWN = 10
 """Bad ids that an error message lists at most."""
@@ -144,6 +146,22 @@ EXEMPT = {
 }
 """Numbers of the request models that index nothing, and why."""
 
+NUMBERS: dict[str, tuple[float, float]] = {
+    "seed": (0, 2**64 - 1),
+    "limit": (1, MAX_INT32),
+    "priority": (-math.inf, math.inf),
+    "wishes.prompt_len": (1, MAX_INT32),
+    "wishes.min_len": (0, MAX_INT32),
+    "temperature": RANGES["temperature"],
+    "top_p": RANGES["top_p"],
+    "min_p": RANGES["min_p"],
+    "wishes.repetition": RANGES["repetition_penalty"],
+    "wishes.presence": RANGES["presence_penalty"],
+    "wishes.frequency": RANGES["frequency_penalty"],
+}
+"""What those of the engine's own request may be, ends included. The first five are whole."""
+WHOLE = tuple(NUMBERS)[:5]
+
 
 def check_params(params: Any, limits: Limits) -> None:
     """Checks the fields of a request's parameters that are in the table.
@@ -195,26 +213,96 @@ def check_ids(name: str, ids: Any, width: int, most: int | None = None) -> None:
 
 
 def fault(new: Any, limits: Limits) -> str:
-    """What is out of bounds in a request of the engine's own kind, or "". Cheap: array operations.
+    """What is wrong with a request of the engine's own kind (`NewRequest`), or "". Cheap.
 
-    Front ends have checked all of it; this guards the device against those that have not.
+    Front ends have checked all of it; this guards the loop and the device against those that have
+    not: nothing that passes can raise there.
     """
-    for field in INDEX_FIELDS:
-        value = new
-        for name in field.core.split(".") if field.core else ():
-            value = getattr(value, name, None)
-        if value is None or not field.core:
+    return (
+        _kind_fault(new)
+        or _number_fault(new)
+        or _index_fault(new, limits)
+        or _wish_fault(new.wishes, len(new.prompt), limits)
+    )
+
+
+def _kind_fault(new: Any) -> str:
+    if not _is_array(new.prompt, np.int32):
+        return "prompt is no int32 array"
+    if not isinstance(new.stop_ids, tuple) or not all(map(is_int, new.stop_ids)):
+        return "stop_ids is no tuple of integers"
+    if not is_unicode(new.salt):
+        return "salt is no string of valid Unicode"
+    wishes = new.wishes
+    if wishes is None:
+        return ""
+    if not isinstance(wishes, Wishes):
+        return "wishes is no Wishes"
+    for name in ("bias_ids", "allowed"):
+        if not _is_array(getattr(wishes, name), np.int32):
+            return f"wishes.{name} is no int32 array"
+    if not _is_array(wishes.bias_values, np.float32):
+        return "wishes.bias_values is no float32 array"
+    words = wishes.bad_words
+    if not isinstance(words, tuple) or not all(map(_is_word, words)):
+        return "wishes.bad_words holds what is no tuple of tokens"
+    return "" if is_unicode(wishes.extra) else "wishes.extra is no string of valid Unicode"
+
+
+def _number_fault(new: Any) -> str:
+    for name, (low, high) in NUMBERS.items():
+        if new.wishes is None and name.startswith("wishes."):
             continue
-        if field.kind == "words":
-            # The ids before the last are only compared.
-            value = [word[-1] for word in value]
+        value = _reach(new, name)
+        if not (is_int(value) if name in WHOLE else is_number(value)) or not low <= value <= high:
+            return f"{name} is no number from {low:g} to {high:g}"
+    return ""
+
+
+def _index_fault(new: Any, limits: Limits) -> str:
+    for field in INDEX_FIELDS:
+        if not field.core or (new.wishes is None and field.core.startswith("wishes.")):
+            continue
+        value = _reach(new, field.core)
+        if field.kind == "number" and not is_int(value):
+            return f"{field.core} is no integer"
+        # Of a word the ids before the last are only compared.
+        value = [word[-1] for word in value] if field.kind == "words" else value
         array = np.atleast_1d(np.asarray(value))
         end = limits.of(field.bound) + (field.on_bad == "clamp")
-        if array.size and (
-            array.dtype.kind not in "iu" or array.min() < field.low or array.max() >= end
+        if field.bound == "max_logprobs":
+            end = min(end, limits.logits + 1)  # the front end has cut it to what there is
+        if array.ndim != 1 or (
+            array.size
+            and (array.dtype.kind not in "iu" or array.min() < field.low or array.max() >= end)
         ):
             return f"{field.core} holds what is not in [{field.low}, {end})"
-    wishes = new.wishes
-    if wishes is not None and len(wishes.allowed) not in (0, -(-limits.logits // 32)):
+    return ""
+
+
+def _wish_fault(wishes: Wishes | None, prompt_len: int, limits: Limits) -> str:
+    if wishes is None:
+        return ""
+    if wishes.prompt_len != prompt_len:
+        return f"wishes.prompt_len is {wishes.prompt_len}, the prompt has {prompt_len} tokens"
+    if len(wishes.bias_ids) != len(wishes.bias_values):
+        return f"wishes.bias_values and bias_ids: {len(wishes.bias_values)}, {len(wishes.bias_ids)}"
+    if len(wishes.allowed) not in (0, -(-limits.logits // 32)):
         return f"wishes.allowed has {len(wishes.allowed)} words for {limits.logits} logits"
     return ""
+
+
+def _reach(new: Any, path: str) -> Any:
+    """The value at a dotted path."""
+    for name in path.split("."):
+        new = getattr(new, name)
+    return new
+
+
+def _is_word(word: Any) -> bool:
+    is_tuple = isinstance(word, tuple) and len(word) > 0
+    return is_tuple and all(is_int(i) and 0 <= i <= MAX_INT32 for i in word)
+
+
+def _is_array(value: Any, dtype: type[np.int32] | type[np.float32]) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype == dtype and value.ndim == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -135,6 +134,13 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def is_unicode(value: object) -> bool:
+    """A string without lone surrogates, which cannot be encoded."""
+    return isinstance(value, str) and (
+        value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
+    )
+
+
 def _strings(name: str, value: Any) -> tuple[str, ...]:
     strings = (value,) if isinstance(value, str) else value or ()
     if not isinstance(strings, Sequence) or any(not isinstance(s, str) or not s for s in strings):
@@ -162,7 +168,7 @@ def _check_bias(bias: Any) -> None:
         return
     if not isinstance(bias, Mapping):
         raise _bad("logit_bias", "a mapping of token ids to numbers", bias)
-    wrong = [value for value in bias.values() if not is_number(value) or not math.isfinite(value)]
+    wrong = [v for v in bias.values() if not is_number(v) or not -MAX_FLOAT <= v <= MAX_FLOAT]
     if wrong:
         raise _bad("logit_bias", "a mapping to finite numbers", wrong[0])
 

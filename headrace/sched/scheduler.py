@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from headrace.cache.manager import CacheManager
 from headrace.sampling.indices import Limits, fault
+from headrace.sampling.params import is_int
 from headrace.sched.builder import HostRows, PlanBuilder
 from headrace.sched.plan import EMPTY, ERROR, MAX_STOP_IDS, Ints, StepPlan, StepResult
 from headrace.sched.policy import HeadRoom, WaitingQueue
@@ -103,9 +104,9 @@ class Scheduler:
 
     def add(self, new: NewRequest) -> None:
         """Queues a request. What is wrong with it ends it with ERROR; nothing is raised."""
-        if new.handle in self._requests:
-            # An answer under this handle would end the first one's stream.
-            log.error("a request with the handle %d is running; its twin is dropped", new.handle)
+        if not is_int(new.handle) or new.handle in self._requests:
+            # An answer under this handle would reach nobody, or end the first one's stream.
+            log.error("a request is dropped: handle %r is no integer or in use", new.handle)
             return
         message = self._fault(new)
         if message:
@@ -491,6 +492,9 @@ class Scheduler:
 
         Front ends check more; this guards the loop.
         """
+        why = "" if self.limits is None else fault(new, self.limits)
+        if why:
+            return why
         length = len(new.prompt)
         if length == 0:
             return "the prompt is empty"
@@ -499,8 +503,8 @@ class Scheduler:
         if not length < new.limit <= self.max_len:
             return f"the limit {new.limit} is not above {length} and at most {self.max_len}"
         if len(new.stop_ids) > MAX_STOP_IDS:
-            return f"{len(new.stop_ids)} stop ids, at most {MAX_STOP_IDS} are possible"
-        return "" if self.limits is None else fault(new, self.limits)
+            return f"stop_ids has {len(new.stop_ids)} entries, at most {MAX_STOP_IDS} are possible"
+        return ""
 
 
 def _blocks(plan: StepPlan, result: StepResult, live: NDArray[np.bool_]) -> Iterator[LogprobBlock]:

@@ -232,8 +232,8 @@ class Draws:
             self._see(row, wishes.prompt_len, known)
 
     def _prepare(self, wishing: Wishing) -> None:
-        extra = json.loads(wishing.wishes.extra)
         try:
+            extra = json.loads(wishing.wishes.extra)
             wishing.states = tuple(processor.prepare(extra) for processor in self._processors)
         except Exception:  # a user's code: whatever it raises ends this request only
             log.exception("a logits processor refused a request that its front end had accepted")

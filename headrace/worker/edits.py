@@ -232,10 +232,10 @@ class Edits:
             mine_AV = logits_SV[at_A]
             try:
                 processor(mine_AV, view)
+                logits_SV[at_A] = mine_AV  # it may have changed the shape
             except Exception:  # a user's code: whatever it raises ends these requests only
                 log.exception("the logits processor %s failed", type(processor).__name__)
                 return places
-            logits_SV[at_A] = mine_AV
             return []
 
         return edit

@@ -235,10 +235,10 @@ def forget_who_is_random(patch: pytest.MonkeyPatch) -> None:
     forward = ModelRunner.forward
 
     def stale(s: ModelRunner, plan: StepPlan) -> None:
-        before = s._random.copy()
+        before = s.draws._random.copy()
         forward(s, plan)
         if not (plan.flags & SAMPLE).any():
-            s._random[:] = before
+            s.draws._random[:] = before
 
     patch.setattr(ModelRunner, "forward", stale)
 

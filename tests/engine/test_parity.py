@@ -104,6 +104,36 @@ def test_greedy_ends_at_the_end_of_sequence(demo: LLM, demo_oracle: LlamaForCaus
     assert result.outputs[0].finish_reason == "stop"
 
 
+@torch.no_grad()
+def test_log_probabilities_are_transformers(demo: LLM, demo_oracle: LlamaForCausalLM) -> None:
+    prompts = prompts_of(demo, (1, 17, 40))
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=5, prompt_logprobs=3)
+    for result in demo.generate(prompts, params, use_tqdm=False):
+        (output,) = result.outputs
+        ids = [*result.prompt_token_ids, *output.token_ids]
+        want_NV = demo_oracle(torch.tensor([ids])).logits[0].log_softmax(-1)
+        assert result.prompt_logprobs is not None and output.logprobs is not None
+        entries = [*result.prompt_logprobs[1:], *output.logprobs]
+        assert len(entries) == len(ids) - 1
+        for place, (entry, token) in enumerate(zip(entries, ids[1:], strict=True)):
+            assert entry is not None and next(iter(entry)) == token
+            top = want_NV[place].topk(5 if place >= len(result.prompt_token_ids) - 1 else 3)
+            assert entry.keys() == {token, *top.indices.tolist()}
+            for found, logprob in entry.items():
+                assert abs(logprob.logprob - float(want_NV[place, found])) < 1e-4
+
+
+def test_bad_words_of_real_text(demo: LLM) -> None:
+    """With the tokens of trained vocabularies, at a text's beginning and behind a space."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    (free,) = demo.generate("The capital of France is", params, use_tqdm=False)
+    words = [word for word in free.outputs[0].text.split() if word.isalpha()][:3]
+    assert len(words) >= 2
+    banned = dataclasses.replace(params, bad_words=words)
+    (other,) = demo.generate("The capital of France is", banned, use_tqdm=False)
+    assert not set(words) & set(other.outputs[0].text.replace(",", " ").replace(".", " ").split())
+
+
 def wrong_theta(patch: pytest.MonkeyPatch) -> None:
     inv_freq = RopeSpec.inv_freq
     patch.setattr(RopeSpec, "inv_freq", lambda s: inv_freq(dataclasses.replace(s, theta=10000.0)))
