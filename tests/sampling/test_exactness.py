@@ -136,7 +136,7 @@ EXTREMES: list[tuple[dict[str, Any], set[int]]] = [
     ({"min_p": 1.0}, {9}),
     ({"top_k": 10**30}, ALL),
     ({"repetition_penalty": 3.4e38}, ALL - {9}),
-    ({"repetition_penalty": 1e-300}, {1}),
+    ({"repetition_penalty": 1e-37}, {9}),
     ({"logit_bias": {3: 1e38, 4: -1e38, 5: 3.4e38}, "top_k": 1}, {5}),
     ({"max_tokens": None, "min_tokens": 2**40, "stop_token_ids": [3, 8]}, ALL - {3, 8}),
     ({"max_tokens": 2**70, "min_tokens": 2**31, "stop_token_ids": [3, 8]}, ALL - {3, 8}),
