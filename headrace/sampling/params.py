@@ -10,15 +10,15 @@ from typing import Any
 from headrace.engine.errors import BadRequestError
 
 MAX_SEED = 2**64
-MAX_FLOAT = 3.4e38
-"""The device holds real parameters as float32."""
+MIN_FLOAT, MAX_FLOAT = 1.2e-38, 3.4e38
+"""The device holds real parameters as float32: below, they would be 0 or lose digits."""
 MAX_N = 16384
 MAX_BIAS = 100.0
 RANGES = {
     "temperature": (0.0, MAX_FLOAT),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.0, MAX_FLOAT),
+    "repetition_penalty": (MIN_FLOAT, MAX_FLOAT),
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,18 +20,18 @@ EXTREMES = (0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 
 TAIL = np.array([0, 1, 2, 10, 10**3, 2**16, 2**31, 2**32 - 1], dtype=np.uint32)
 
 
-@pytest.mark.parametrize(
-    ("counter", "key", "want"),
-    [
-        ((0, 0, 0, 0), (0, 0), "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-        ((MASK32,) * 4, (MASK32,) * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-        (
-            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-            (0xA4093822, 0x299F31D0),
-            "d16cfe09 94fdcceb 5001e420 24126ea1",
-        ),
-    ],
-)
+KNOWN = [
+    ((0, 0, 0, 0), (0, 0), "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ((MASK32,) * 4, (MASK32,) * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        "d16cfe09 94fdcceb 5001e420 24126ea1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "want"), KNOWN)
 def test_philox_known_answers(counter, key, want):
     def text(values):
         four = noise.philox4x32(values[:4], values[4:])
@@ -39,6 +41,28 @@ def test_philox_known_answers(counter, key, want):
     assert text(values) == want
     assert text([np.array([v], dtype=np.uint64) for v in values]) == want
     assert text([torch.tensor([v]) for v in values]) == want
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("range(10)", "range(9)"),
+        ("0xD2511F53", "0xD2511F55"),
+        ("0x9E3779B9", "0x9E3779B1"),
+        ("^ c1 ^ k0", "^ c1 ^ k1"),
+        ("p1 & MASK32, p0 & MASK32", "p0 & MASK32, p1 & MASK32"),
+        ("(p1 >> 32) & MASK32", "(p1 >> 32)"),
+    ],
+)
+def test_mutants_of_philox_are_seen(old, new, monkeypatch):
+    text = inspect.getsource(noise.philox4x32)
+    assert text.count(old) == 1
+    names = dict(vars(noise))
+    exec(text.replace(old, new), names)
+    monkeypatch.setattr(noise, "philox4x32", names["philox4x32"])
+    with pytest.raises(AssertionError):
+        for known in KNOWN:
+            test_philox_known_answers(*known)
 
 
 def random_fields(count: int) -> list[np.ndarray]:
@@ -61,6 +85,12 @@ def test_torch_words_equal_numpy():
     assert len(np.unique(want)) > 50_000
 
 
+def test_mutants_of_torchs_words_are_seen(monkeypatch):
+    monkeypatch.setattr(gumbel, "MASK32", 2**31 - 1)
+    with pytest.raises(AssertionError):
+        test_torch_words_equal_numpy()
+
+
 def test_c_words_equal_numpy():
     lib = gumbel.compiled(gumbel.SOURCE)
     for seed, stream, position, attempt, _ in zip(*random_fields(200), strict=True):
@@ -68,6 +98,26 @@ def test_c_words_equal_numpy():
         lib.hr_words(seed, stream, position, attempt, len(got), got.ctypes.data)
         address = NoiseAddress(seed, stream, position, attempt, np.arange(len(got)))
         np.testing.assert_array_equal(got, noise.words(address))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("k1 = (uint32_t)(seed >> 32)", "k1 = 0"),
+        ("c0 = lane / 4 + i", "c0 = lane + i"),
+        ("c2 = attempt", "c2 = 0"),
+        ("c3 = stream", "c3 = 0"),
+    ],
+)
+def test_mutants_of_cs_words_are_seen(old, new, monkeypatch, tmp_path):
+    text = gumbel.SOURCE.read_text()
+    assert text.count(old) == 1
+    source = tmp_path / "gumbel.c"
+    source.write_text(text.replace(old, new))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(gumbel, "SOURCE", source)
+    with pytest.raises(AssertionError):
+        test_c_words_equal_numpy()
 
 
 def test_addresses_broadcast_and_take_ints():
@@ -124,13 +174,94 @@ def test_mutant_streams_that_overlap_are_seen(monkeypatch, mutant):
     assert "two addresses give one block" in stream_faults()
 
 
-def test_uniform_is_uniform():
+def with_echoes(counter, key):
+    """One block in twenty of the other streams nearly repeats stream 0's."""
+    block, position, attempt, stream = counter
+    echo = (stream > 0) & (block % 20 == 0)
+    first = philox((block, position, attempt, 0 * stream), key)
+    own = philox(counter, key)
+    return tuple(np.where(echo, a ^ stream, b) for a, b in zip(first, own, strict=True))
+
+
+def test_mutant_streams_that_are_correlated_are_seen(monkeypatch):
+    monkeypatch.setattr(noise, "philox4x32", with_echoes)
+    assert stream_faults() == ["streams are correlated"]
+
+
+def repeated_counters(module, words_of: Callable[[NoiseAddress], object], lanes: int) -> int:
+    """Of 3,000 * lanes different addresses, how many share counter and word with another."""
+    near = np.arange(25)
+    position = np.concatenate([near, near + 2**30])[:, None, None]
+    attempt, lane = np.arange(20)[:, None], np.arange(lanes)
+    counters = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            module,
+            "philox4x32",
+            lambda counter, key: counters.append(counter) or philox(counter, key),
+        )
+        for stream in Stream:
+            words_of(NoiseAddress(77, int(stream), position, attempt, lane))
+    shape = (50, 20, lanes)
+    picked = np.broadcast_to(lane & 3, shape).ravel()
+    columns = [
+        [np.broadcast_to(np.asarray(c, np.uint64), shape).ravel() for c in counter]
+        for counter in counters
+    ]
+    table = np.concatenate([np.stack([*column, picked], axis=1) for column in columns])
+    table = table.astype(np.uint32)
+    return len(table) - len(np.unique(table.view("V20")))
+
+
+def torch_words(address: NoiseAddress) -> object:
+    position, attempt, lane = map(
+        torch.from_numpy, (address.position, address.attempt, address.lane)
+    )
+    seed = torch.tensor([address.seed])
+    return gumbel.words(NoiseAddress(seed, address.stream, position, attempt, lane))
+
+
+@pytest.mark.parametrize(
+    ("module", "words_of"), [(noise, noise.words), (gumbel, torch_words)], ids=["numpy", "torch"]
+)
+def test_a_million_addresses_have_their_own_counters(module, words_of):
+    assert repeated_counters(module, words_of, 334) == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda a: replace(a, stream=0, position=a.position + (a.stream << 30)),
+        lambda a: replace(a, attempt=0),
+        lambda a: replace(a, lane=a.lane % 8),
+        lambda a: replace(a, attempt=a.attempt + a.stream, stream=0),
+    ],
+    ids=["salted", "no attempt", "few lanes", "streams in attempts"],
+)
+def test_mutant_addresses_that_share_counters_are_seen(change):
+    assert repeated_counters(noise, lambda address: noise.words(change(address)), 20) > 0
+
+
+def uniformity(words_of: Callable[[NoiseAddress], np.ndarray]) -> float:
+    """Chi-square of 10^6 numbers in 256 bins over its threshold."""
     address = NoiseAddress(7, Stream.ACCEPT, np.arange(1000)[:, None], 5, np.arange(1000))
-    u = noise.uniform(noise.words(address)).ravel()
+    u = noise.uniform(words_of(address)).ravel()
     bins = np.bincount((u * 256).astype(np.int64), minlength=256)
     expected = len(u) / 256
     assert len(bins) == 256
-    assert ((bins - expected) ** 2 / expected).sum() < 255 + 10 * np.sqrt(2 * 255)
+    chi = float(((bins - expected) ** 2 / expected).sum())
+    return chi / (255 + 10 * np.sqrt(2 * 255))
+
+
+def test_uniform_is_uniform():
+    assert uniformity(noise.words) < 1
+
+
+def test_mutants_that_are_not_uniform_are_seen(monkeypatch):
+    assert uniformity(lambda address: noise.words(address) | np.uint32(2**24)) > 1
+    uniform = noise.uniform
+    monkeypatch.setattr(noise, "uniform", lambda words: uniform(words) ** np.float32(1.02))
+    assert uniformity(noise.words) > 1
 
 
 def numpy_noise(words: np.ndarray) -> np.ndarray:

@@ -128,6 +128,30 @@ def test_mutant_that_divides_by_the_temperature_twice_is_seen(
     assert excess(temperature, seed=11, position=MANY) > 1
 
 
+def rare_draws() -> int:
+    """How many of 10^6 draws take the token that lies 8 nats below the other."""
+    count = 10**6
+    logits = torch.tensor([[0.0, -8.0]]).expand(count, -1)
+    return int(sample(logits, seed=21, position=torch.arange(count)).sum())
+
+
+EXPECTED, FIVE_SIGMA = 335, 92
+
+
+def test_the_tail_of_the_noise_draws_rare_tokens(op):
+    assert abs(rare_draws() - EXPECTED) < FIVE_SIGMA
+
+
+def test_mutant_noise_of_8_bits_is_seen(op, monkeypatch, mutate_c):
+    """Its largest value is 6.2."""
+    if op == "c":
+        halves = "(float)(int32_t)(word >> 16) * 65536.0f + (float)(int32_t)(word & 0xffff)"
+        mutate_c(halves, "(float)(int32_t)(word >> 24) * 16777216.0f + 8388608.0f")
+    else:
+        monkeypatch.setattr(gumbel, "uniform", lambda words: ((words >> 24).float() + 0.5) / 256)
+    assert abs(rare_draws() - EXPECTED) > FIVE_SIGMA
+
+
 # --- one result, whoever computes it -------------------------------------------------------------
 
 
